@@ -1,0 +1,215 @@
+"""The vocabulary: what the parts of specjax hand to one another.
+
+Throughout, p is the target and q the draft; `B` is batch, `T` the length of a
+token buffer or a training window, `N` draft nodes, `M = N + 1` block nodes,
+`V` vocabulary, `D` width, `H` horizon. A *round* is draft, score, verify,
+commit. The *pending* token has been emitted but is in no cache yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+Array = jax.Array
+Key = jax.Array
+Warp = Callable[[Array], Array]  # logits -> logits; a pytree with scalar leaves
+
+
+class Block(NamedTuple):
+  """What the target scores in one pass: pending tokens and what hangs off them.
+
+  Attributes:
+    tokens: `[B, M]` int32, parents before children.
+    parents: `[B, M]` int32, -1 for the root; None is a chain, which needs
+      neither a tree mask nor a gather.
+  """
+
+  tokens: Array
+  parents: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+  """A proposal: a chain or tree of tokens and the laws they were drawn from.
+
+  Attributes:
+    tokens: `[B, N]` int32; an invalid node still holds an id in range.
+    parents: `[B, N]` int32, -1 is a child of the pending token, siblings stand
+      in draw order; None is a chain.
+    logits: `[B, N, V]` float32, the law each token was really drawn from, given
+      its earlier siblings; None when the tokens are a deterministic function of
+      the context (point masses).
+    valid: `[B, N]` bool; descendants of an invalid node are invalid; None means
+      all are valid.
+    siblings: what a rule may assume of the children of one node: 'single',
+      'iid', 'distinct' (drawn without replacement) or 'fixed'.
+  """
+
+  tokens: Array
+  parents: Array | None = None
+  logits: Array | None = None
+  valid: Array | None = None
+  siblings: str = dataclasses.field(
+    default='single', metadata={'static': True}
+  )
+
+
+class Output(NamedTuple):
+  """What a model's pass returns.
+
+  Attributes:
+    features: `[B, M, D]` after the final norm. Logits are
+      `model.unembed(features)`, taken only for the rows that need them.
+    taps: residual streams `[B, M, D]` of the layers asked for.
+  """
+
+  features: Array
+  taps: tuple[Array, ...] = ()
+
+
+class Noise(NamedTuple):
+  """The randomness a rule may use, for one sequence.
+
+  Attributes:
+    log_u: `[N]` logs of uniforms in (0, 1], one per accept test.
+    draws: `[N + 1]` keys: the target key of the position at each depth. The
+      token that ends the round is drawn with the same keys.
+  """
+
+  log_u: Array
+  draws: Key
+
+
+class Verdict(NamedTuple):
+  """What a rule decides, for one sequence.
+
+  Attributes:
+    accepted: `[N]` bool, a path from the root.
+    law: `[V]` normalised log-probabilities of the token that follows the path.
+    log_tests: `[N]` log-probability of the outcome of each accept test; log ½
+      for a test that was not made, so that over all `2^N` outcomes of `log_u`
+      the products sum to one. Unused, and compiled away, outside tests.
+    fault: scalar int32, the sum of `verify.EMPTY_RESIDUAL` and `verify.NAN`
+      where they occurred.
+  """
+
+  accepted: Array
+  law: Array
+  log_tests: Array
+  fault: Array
+
+
+# One sequence: noise, draft without its batch axis, target log-probabilities
+# `[N + 1, V]`. `decode` maps it over rows.
+Verifier = Callable[[Noise, Draft, Array], Verdict]
+
+
+class Keys(NamedTuple):
+  """Keys a drafter may draw with, one per row.
+
+  Attributes:
+    draft: `[B]`; fold in a node's index. Fresh every round.
+    target: `[B]`; fold in a position's index to get the key with which the
+      target's token there is drawn. Only a coupled drafter may use it, and
+      only under `sampler_match`.
+  """
+
+  draft: Key
+  target: Key
+
+
+class Batch(NamedTuple):
+  """Training windows.
+
+  Attributes:
+    tokens: `[B, T]` int32.
+    segments: `[B, T]` int32 document numbers within the window, 0 is padding;
+      nothing attends across them.
+    weight: `[B, T]` float32 loss weight of predicting `tokens[t]` from what
+      precedes it; 0 for the first token of a document's piece and for padding.
+  """
+
+  tokens: Array
+  segments: Array
+  weight: Array
+
+
+class LanguageModel(Protocol):
+  """A pytree whose leaves are parameters and whose methods are pure."""
+
+  vocab_size: int
+
+  def init_cache(self, batch: int, size: int) -> Any:
+    """An empty cache for `batch` rows of at most `size` tokens."""
+
+  def extend(
+    self, block: Block, cache: Any, taps: tuple[int, ...] = ()
+  ) -> tuple[Output, Any]:
+    """Scores a block; reads the cache and returns the block's own rows."""
+
+  def commit(self, cache: Any, rows: Any, kept: Array) -> Any:
+    """Writes the rows of the kept nodes `[B, M]`, packed."""
+
+  def forward(
+    self, tokens: Array, segments: Array, taps: tuple[int, ...] = ()
+  ) -> Output:
+    """Scores whole windows `[B, T]` for training; equals `extend`."""
+
+  def embed(self, tokens: Array) -> Array:
+    """Embeddings `[..., D]` of tokens `[...]`."""
+
+  def unembed(self, features: Array) -> Array:
+    """Float32 logits `[..., V]` of features `[..., D]`."""
+
+
+class Drafter(Protocol):
+  """A pytree that proposes; it may borrow from the target it is given.
+
+  On entry to `propose`, memory describes exactly `tokens[:, :m]` with
+  `m <= length - 1`, per row. `propose` catches up on `tokens[m:length]`;
+  `observe` raises `m` only over kept nodes that were fed with that prefix.
+  """
+
+  def init(self, target: LanguageModel, batch: int, size: int) -> Any:
+    """Empty memory for `batch` rows of at most `size` tokens."""
+
+  def propose(
+    self,
+    target: LanguageModel,
+    cache: Any,
+    memory: Any,
+    keys: Keys,
+    tokens: Array,
+    length: Array,
+  ) -> tuple[Draft, Any]:
+    """Proposes what follows `tokens[:, :length]`; the cache is read-only."""
+
+  def observe(
+    self,
+    target: LanguageModel,
+    memory: Any,
+    block: Block,
+    kept: Array,
+    output: Output,
+  ) -> Any:
+    """Learns which nodes of `block` were kept `[B, M]`, and their features."""
+
+  def at(self, k: int) -> Drafter:
+    """The same drafter with draft length `k`."""
+
+
+class Trainable(Protocol):
+  """A drafter with parameters of its own to distil."""
+
+  def score(
+    self, target: LanguageModel, batch: Batch, output: Output
+  ) -> Array:
+    """Features `[B, T, H, D']` that predict token `t + 1 + h` from `<= t`."""
+
+  def unembed(self, target: LanguageModel, features: Array) -> Array:
+    """Float32 logits `[..., V]` of those features."""
