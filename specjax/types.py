@@ -152,8 +152,10 @@ class LanguageModel(Protocol):
   ) -> tuple[Output, Any]:
     """Scores a block; reads the cache and returns the block's own rows."""
 
-  def commit(self, cache: Any, rows: Any, kept: Array) -> Any:
-    """Writes the rows of the kept nodes `[B, M]`, packed."""
+  def commit(
+    self, cache: Any, rows: Any, kept: Array, chain: bool = True
+  ) -> Any:
+    """Writes the rows of the kept nodes `[B, M]`; a chain's are a prefix."""
 
   def forward(
     self, tokens: Array, segments: Array, taps: tuple[int, ...] = ()

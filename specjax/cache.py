@@ -1,0 +1,116 @@
+"""The key/value cache: read while scoring, written once a round.
+
+A model's `extend` only reads the cache and returns the block's own rows;
+`commit` then writes those of the kept nodes. Nothing that was rejected is ever
+part of the committed prefix, so there is nothing to roll back. What lies at or
+above `length` is scratch and never read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.types import Array
+
+
+class Cache(NamedTuple):
+  """Buffers and how much of them counts.
+
+  Attributes:
+    rows: pytree of `[B, heads, S, D]`, one array per layer and kind, so that an
+      update never touches the others.
+    length: `[B]` int32 committed tokens.
+  """
+
+  rows: Any
+  length: Array
+
+
+def commit(cache: Cache, rows: Any, kept: Array, chain: bool) -> Cache:
+  """Writes the kept rows of a block behind the committed ones, packed.
+
+  Args:
+    cache: needs room for the whole block: `length + M <= S`.
+    rows: pytree of `[B, heads, M, D]` from `extend`.
+    kept: `[B, M]` bool.
+    chain: that the kept nodes are a prefix of the block, so that they need no
+      packing.
+
+  Returns:
+    The cache, longer by the number of kept nodes.
+  """
+  if not chain:
+    order = trees.pack(kept)[:, None, :, None]
+    rows = jax.tree.map(lambda r: jnp.take_along_axis(r, order, axis=2), rows)
+
+  def write(buffer, new):
+    # One in-place update per row; a vmapped update would become a scatter.
+    for b in range(new.shape[0]):
+      buffer = jax.lax.dynamic_update_slice(
+        buffer, new[b : b + 1].astype(buffer.dtype), (b, 0, cache.length[b], 0)
+      )
+    return buffer
+
+  return Cache(
+    jax.tree.map(write, cache.rows, rows),
+    cache.length + kept.sum(-1, dtype=jnp.int32),
+  )
+
+
+def attend(
+  query: Array,
+  block: tuple[Array, Array],
+  visible: Array,
+  cached: tuple[Array, Array] | None,
+  length: Array | None,
+) -> Array:
+  """Attention over the cache and over the block itself, one softmax over both.
+
+  Two products instead of one over a concatenation, which would copy the cache.
+
+  Args:
+    query: `[B, heads, M, D]`.
+    block: keys and values `[B, kv_heads, M, D]` of the block.
+    visible: `[B or 1, M, M]` bool, which nodes of the block a node sees.
+    cached: keys and values `[B, kv_heads, S, D]`, or None.
+    length: `[B]` how many of them count, or None.
+
+  Returns:
+    `[B, heads, M, D]` float32.
+  """
+  batch, heads, m, dim = query.shape
+  kv_heads = block[0].shape[1]
+  # The queries that share a key/value head become rows of one product.
+  query = (query * dim**-0.5).reshape(batch, kv_heads, -1, dim)
+  visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
+  scores = _dot(query, block[0], 3, 3)
+  scores = jnp.where(visible, scores, -jnp.inf)
+  if cached is None:
+    return _dot(_softmax(scores, block[1]), block[1], 3, 2).reshape(
+      batch, heads, m, dim
+    )
+  size = cached[0].shape[2]
+  live = jnp.arange(size) < length[:, None]
+  past = jnp.where(live[:, None, None], _dot(query, cached[0], 3, 3), -jnp.inf)
+  weights = _softmax(jnp.concatenate([past, scores], -1), block[1])
+  mixed = _dot(weights[..., :size], cached[1], 3, 2)
+  mixed += _dot(weights[..., size:], block[1], 3, 2)
+  return mixed.reshape(batch, heads, m, dim)
+
+
+def _softmax(scores: Array, values: Array) -> Array:
+  return jax.nn.softmax(scores).astype(values.dtype)
+
+
+def _dot(left: Array, right: Array, i: int, j: int) -> Array:
+  """Contracts axes i and j, batched over the first two; float32 sums."""
+  return jax.lax.dot_general(
+    left.astype(right.dtype),
+    right,
+    (((i,), (j,)), ((0, 1), (0, 1))),
+    preferred_element_type=jnp.float32,
+  )

@@ -1,0 +1,341 @@
+"""The decoding loop: draft, score, verify, commit, all on the device.
+
+`step` is one round. `advance` is a `lax.while_loop` of rounds, one compiled
+program without a host transfer inside; rows advance raggedly and a row's law
+never depends on its neighbours. Plain autoregressive decoding is the same loop
+with `NoDrafter`.
+
+Keys. A row's key is given by the caller and never split. The token at position
+t that ends a round, or is drawn plainly, uses TARGET(t) = fold_in(fold_in(row,
+0), t). Draft and accept noise use ROUND = fold_in(fold_in(row, 1), length at
+the start of the round), which is fresh every round because every live round
+emits a token. Noise keyed by position instead would be read twice: once by the
+draft that was discarded there, and again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import (
+  Array,
+  Block,
+  Draft,
+  Drafter,
+  Key,
+  Keys,
+  LanguageModel,
+  Noise,
+  Verifier,
+  Warp,
+)
+from specjax.verify import EMPTY_RESIDUAL, NAN
+
+CHUNK = 64  # prompt tokens fed at a time
+
+# Values of `Stats.origin`.
+PROMPT, ACCEPTED, CORRECTED, BONUS = range(4)
+
+
+class Stats(NamedTuple):
+  """What is observed and never fed back; counts per row.
+
+  Attributes:
+    rounds: `[B]` rounds in which the row was live.
+    drafted: `[B]` valid nodes proposed.
+    accepted: `[B]` drafted tokens that were emitted.
+    tested: `[B, N]` rounds that put a valid node at this depth to the test.
+    passed: `[B, N]` rounds that accepted it.
+    empty_residuals: `[B]` rejections that rounding left without a residual.
+    origin: `[B, T]` int8: PROMPT, ACCEPTED, CORRECTED (follows a rejection) or
+      BONUS (follows a whole draft; a plain token's draft is empty).
+  """
+
+  rounds: Array
+  drafted: Array
+  accepted: Array
+  tested: Array
+  passed: Array
+  empty_residuals: Array
+  origin: Array
+
+
+class DecodeState(NamedTuple):
+  """Everything the loop carries.
+
+  Attributes:
+    tokens: `[B, T]` int32; `tokens[length - 1]` is pending.
+    length: `[B]` int32.
+    stop: `[B]` length at which the row ends.
+    earliest: `[B]` first position that may hold an end token.
+    done: `[B]` bool.
+    row: `[B]` keys.
+    cache: the target's cache; describes `tokens[:length - 1]`.
+    memory: the drafter's.
+    fault: `[B]` int32, bits of `verify`'s faults that end a row.
+    stats: counts.
+  """
+
+  tokens: Array
+  length: Array
+  stop: Array
+  earliest: Array
+  done: Array
+  row: Key
+  cache: Any
+  memory: Any
+  fault: Array
+  stats: Stats
+
+
+class Round(NamedTuple):
+  """What one round did; `[B]` unless noted.
+
+  Attributes:
+    draft: the proposal.
+    accepted: `[B, N]` what the rule accepted, before any cut.
+    tokens: `[B, N + 1]` accepted tokens and the one that follows.
+    count: how many of them were emitted.
+  """
+
+  draft: Draft
+  accepted: Array
+  tokens: Array
+  count: Array
+
+
+def step(
+  target: LanguageModel,
+  drafter: Drafter,
+  verify: Verifier,
+  warp: Warp,
+  eos: Array,
+  state: DecodeState,
+) -> tuple[DecodeState, Round]:
+  """One round for every row.
+
+  Args:
+    target: scores.
+    drafter: proposes.
+    verify: the rule, for one sequence.
+    warp: the target's sampling transform.
+    eos: `[E]` ids that end a sequence; E may be 0.
+    state: where every row stands.
+
+  Returns:
+    The next state, in which a row that was done is unchanged, and what was
+    seen.
+  """
+  s = state
+  fold = jax.vmap(jax.random.fold_in, (0, None))
+  round_key = jax.vmap(jax.random.fold_in)(fold(s.row, 1), s.length)
+  keys = Keys(draft=fold(round_key, 0), target=fold(s.row, 0))
+
+  draft, memory = drafter.propose(
+    target, s.cache, s.memory, keys, s.tokens, s.length
+  )
+  n = draft.tokens.shape[1]
+  pending = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, 1)
+  block = Block(jnp.concatenate([pending, draft.tokens], 1))
+  output, rows = target.extend(block, s.cache)
+
+  position = s.length[:, None] + jnp.arange(n + 1)
+  log_p = _law(target, warp, eos, output.features, position < s.earliest[:, None])
+  draws = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
+    keys.target, position
+  )
+  log_u = jax.vmap(lambda key: jnp.log1p(-jax.random.uniform(key, (n,))))(
+    fold(round_key, 1)
+  )
+  verdict = jax.vmap(verify)(Noise(log_u, draws), draft, log_p)
+  accepted = verdict.accepted.sum(-1, dtype=jnp.int32)
+  last = jax.vmap(jax.random.categorical)(
+    jax.vmap(lambda d, i: d[i])(draws, accepted), verdict.law
+  ).astype(jnp.int32)
+
+  index = jnp.arange(n + 1)
+  drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
+  ends = jnp.isin(tokens, eos)
+  ended = jnp.cumsum(ends, -1) - ends > 0  # behind an end token
+  room = (position < s.stop[:, None]) & ~s.done[:, None]
+  emitted = (index <= accepted[:, None]) & ~ended & room
+  count = emitted.sum(-1, dtype=jnp.int32)
+  broken = jnp.where(s.done, 0, verdict.fault)
+  done = s.done | (emitted & ends).any(-1) | (s.length + count >= s.stop)
+  done |= broken >= NAN  # what follows would mean nothing
+
+  # A cut row keeps what was emitted but its last token, the new pending one,
+  # so that it could go on; a row that was done keeps nothing.
+  kept = index < count[:, None]
+  valid = jnp.ones((), bool) if draft.valid is None else draft.valid
+  counted = valid & room[:, :n] & ~(ended & (index < accepted[:, None]))[:, :n]
+  stats = _count(s.stats, counted, emitted, accepted, broken, ~s.done)
+  write = functools.partial(_write, at=s.length, keep=emitted)
+  origin = jnp.where(
+    index < accepted[:, None],
+    ACCEPTED,
+    jnp.where(accepted < counted.sum(-1), CORRECTED, BONUS)[:, None],
+  )
+  state = DecodeState(
+    tokens=write(s.tokens, tokens),
+    length=s.length + count,
+    stop=s.stop,
+    earliest=s.earliest,
+    done=done,
+    row=s.row,
+    cache=target.commit(s.cache, rows, kept),
+    memory=drafter.observe(target, memory, block, kept, output),
+    fault=s.fault | broken,
+    stats=stats._replace(origin=write(s.stats.origin, origin)),
+  )
+  return state, Round(draft, verdict.accepted, tokens, count)
+
+
+def advance(
+  target: LanguageModel,
+  drafter: Drafter,
+  verify: Verifier,
+  warp: Warp,
+  eos: Array,
+  state: DecodeState,
+  max_rounds: int | Array,
+) -> DecodeState:
+  """Rounds until every row is done, or `max_rounds`; `step`'s arguments.
+
+  Call it under `jax.jit(..., static_argnums=2)`, again and again with the
+  state donated, to stream.
+  """
+
+  def going(carry):
+    state, rounds = carry
+    return ~state.done.all() & (rounds < max_rounds)
+
+  def once(carry):
+    state, rounds = carry
+    state, _ = step(target, drafter, verify, warp, eos, state)
+    return state, rounds + 1
+
+  return jax.lax.while_loop(going, once, (state, 0))[0]
+
+
+def prefill(
+  target: LanguageModel,
+  drafter: Drafter,
+  tokens: Array,
+  length: Array,
+  stop: Array,
+  earliest: Array,
+  row: Key,
+) -> DecodeState:
+  """Feeds the prompts, in chunks, and builds the state the loop starts from.
+
+  One program serves every prompt length within a buffer, and no logits are
+  computed: the last prompt token is left pending.
+
+  Args:
+    target: whose cache is filled.
+    drafter: whose memory is.
+    tokens: `[B, T]` int32, prompts from the left, T at least every `stop`.
+    length: `[B]` prompt lengths, at least 1.
+    stop: `[B]` length at which a row ends.
+    earliest: `[B]` first position that may hold an end token.
+    row: `[B]` keys.
+
+  Returns:
+    The state.
+  """
+  batch, size = tokens.shape
+  room = -(-size // CHUNK) * CHUNK  # whole chunks, else a slice would clamp
+  nodes = _nodes(target, drafter, batch, room)
+  # One block may be written from the last position on.
+  space = room + max(nodes + 1, CHUNK)
+  cache = target.init_cache(batch, space)
+  memory = drafter.init(target, batch, space)
+  padded = jnp.pad(tokens, ((0, 0), (0, room - size)))
+
+  def left(carry):
+    return jnp.any(carry[0] < length - 1)
+
+  def feed(carry):
+    start, cache, memory = carry
+    chunk = jax.lax.dynamic_slice_in_dim(padded, start, CHUNK, 1)
+    block = Block(chunk)
+    output, rows = target.extend(block, cache)
+    kept = start + jnp.arange(CHUNK) < length[:, None] - 1
+    cache = target.commit(cache, rows, kept)
+    memory = drafter.observe(target, memory, block, kept, output)
+    return start + CHUNK, cache, memory
+
+  _, cache, memory = jax.lax.while_loop(left, feed, (0, cache, memory))
+  zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+  return DecodeState(
+    tokens=tokens,
+    length=length,
+    stop=stop,
+    earliest=earliest,
+    done=length >= stop,
+    row=row,
+    cache=cache,
+    memory=memory,
+    fault=zeros(batch),
+    stats=Stats(
+      rounds=zeros(batch),
+      drafted=zeros(batch),
+      accepted=zeros(batch),
+      tested=zeros((batch, nodes)),
+      passed=zeros((batch, nodes)),
+      empty_residuals=zeros(batch),
+      origin=jnp.zeros((batch, size), jnp.int8),
+    ),
+  )
+
+
+def _nodes(target, drafter, batch, size) -> int:
+  """N, found by tracing a proposal."""
+
+  def propose():
+    cache = target.init_cache(batch, size)
+    memory = drafter.init(target, batch, size)
+    rows = jax.random.split(jax.random.key(0), batch)
+    tokens = jnp.zeros((batch, size), jnp.int32)
+    length = jnp.ones(batch, jnp.int32)
+    keys = Keys(rows, rows)
+    return drafter.propose(target, cache, memory, keys, tokens, length)[0]
+
+  return jax.eval_shape(propose).tokens.shape[1]
+
+
+def _law(target, warp, eos, features, too_early) -> Array:
+  """Target log-probabilities `[B, M, V]` as they will be sampled."""
+  logits = target.unembed(features).astype(jnp.float32)
+  if eos.shape[0]:
+    banned = jnp.zeros(logits.shape[-1], bool).at[eos].set(True)
+    logits = jnp.where(too_early[..., None] & banned, -jnp.inf, logits)
+  return jax.nn.log_softmax(warp(logits))
+
+
+def _count(stats, counted, emitted, accepted, fault, live) -> Stats:
+  n = counted.shape[1]
+  passed = emitted[:, :n] & (jnp.arange(n) < accepted[:, None])
+  tested = counted & (jnp.arange(n) <= accepted[:, None])
+  return stats._replace(
+    rounds=stats.rounds + live,
+    drafted=stats.drafted + counted.sum(-1),
+    accepted=stats.accepted + passed.sum(-1),
+    tested=stats.tested + tested,
+    passed=stats.passed + passed,
+    empty_residuals=stats.empty_residuals + (fault & EMPTY_RESIDUAL),
+  )
+
+
+def _write(buffer: Array, new: Array, at: Array, keep: Array) -> Array:
+  """Writes `new[b, i]` at `at[b] + i` where `keep[b, i]`."""
+  index = at[:, None] + jnp.arange(new.shape[1])
+  index = jnp.where(keep, index, buffer.shape[1])
+  into = jax.vmap(lambda row, i, value: row.at[i].set(value, mode='drop'))
+  return into(buffer, index, new.astype(buffer.dtype))

@@ -1,0 +1,1 @@
+"""Drafters: one file each, and the names they are found by."""

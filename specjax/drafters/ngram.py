@@ -1,0 +1,63 @@
+"""Prompt lookup: what followed the last few tokens when they last occurred."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Draft
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NGram:
+  """Copies the continuation of the longest, then latest, earlier match.
+
+  The suffix of up to `n` tokens is looked for in prompt and output alike, all
+  on the device. Where not even its last token occurred before, the draft is
+  empty and the round yields one ordinary token. (Saxena 2023, prompt lookup
+  decoding.)
+
+  Attributes:
+    k: tokens to propose.
+    n: longest suffix to look for.
+  """
+
+  k: int = dataclasses.field(metadata={'static': True})
+  n: int = dataclasses.field(default=3, metadata={'static': True})
+
+  def init(self, target, batch, size):
+    """No memory: the token buffer is all it needs."""
+    return ()
+
+  def propose(self, target, cache, memory, keys, tokens, length):
+    """Point masses; nodes beyond the known text are invalid."""
+    copied, valid = jax.vmap(self._look_up)(tokens, length)
+    return Draft(copied, valid=valid, siblings='fixed'), memory
+
+  def observe(self, target, memory, block, kept, output):
+    """Nothing to learn."""
+    return memory
+
+  def at(self, k: int) -> NGram:
+    """The same lookup with `k` tokens."""
+    return dataclasses.replace(self, k=k)
+
+  def _look_up(self, tokens: Array, length: Array) -> tuple[Array, Array]:
+    place = jnp.arange(tokens.shape[0])
+    # A match ends before the suffix's own last token.
+    matching = place < length - 1
+    longest = jnp.zeros_like(place)
+    for i in range(self.n):
+      # The token i before each place against the one i before the end. The
+      # roll wraps, so a match may not begin before the start.
+      wanted = tokens[jnp.maximum(length - 1 - i, 0)]
+      matching &= (jnp.roll(tokens, i) == wanted) & (place >= i)
+      longest += matching
+    best = jnp.argmax(longest * tokens.shape[0] + place * (longest > 0))
+    follow = best + 1 + jnp.arange(self.k)
+    valid = (longest[best] > 0) & (follow < length)
+    follow = jnp.minimum(follow, tokens.shape[0] - 1)
+    return jnp.where(valid, tokens[follow], 0), valid

@@ -1,0 +1,167 @@
+"""Decoding from the host: prompts in, checked; tokens and counts out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, verify, warps
+from specjax.types import Drafter, Key, LanguageModel, Verifier, Warp
+
+BUCKET = 64  # buffers come in multiples of this, one program each
+
+
+class Result(NamedTuple):
+  """What was generated, on the host.
+
+  Attributes:
+    tokens: `[B, T]` int32; a row's text is `tokens[b, :length[b]]`.
+    length: `[B]`, prompt included.
+    prompt_length: `[B]`.
+    stats: `decode.Stats` as NumPy arrays.
+  """
+
+  tokens: np.ndarray
+  length: np.ndarray
+  prompt_length: np.ndarray
+  stats: decode.Stats
+
+  def new_tokens(self) -> list[list[int]]:
+    """Each row's tokens behind its prompt."""
+    return [
+      row[start:end].tolist()
+      for row, start, end in zip(
+        self.tokens, self.prompt_length, self.length, strict=True
+      )
+    ]
+
+
+def generate(
+  target: LanguageModel,
+  drafter: Drafter,
+  prompts: Sequence[Sequence[int]],
+  *,
+  key: Key,
+  max_new_tokens: int | Sequence[int],
+  verifier: Verifier = verify.rejection,
+  warp: Warp = warps.Temperature(1.0),
+  eos: Sequence[int] = (),
+  min_new_tokens: int | Sequence[int] = 0,
+) -> Result:
+  """Continues `prompts` by speculative decoding.
+
+  Args:
+    target: the model whose law the output has.
+    drafter: what proposes; `NoDrafter()` is plain decoding.
+    prompts: token ids, at least one each, of any lengths.
+    key: one key, folded with the row's number, or `[B]` keys, one per row: a
+      row's tokens depend on its own key and not on its neighbours.
+    max_new_tokens: for all rows or one per row; 0 generates nothing.
+    verifier: the rule.
+    warp: the sampling transform of the target.
+    eos: ids that end a row; the end token is part of its output.
+    min_new_tokens: end tokens are forbidden before so many others.
+
+  Returns:
+    The result.
+
+  Raises:
+    ValueError: for an empty prompt or an id outside the vocabulary.
+    FloatingPointError: if a law became NaN, naming the rows.
+  """
+  state = start(
+    target,
+    drafter,
+    prompts,
+    key=key,
+    max_new_tokens=max_new_tokens,
+    min_new_tokens=min_new_tokens,
+  )
+  eos = end_ids(target, eos)
+  limit = jnp.iinfo(jnp.int32).max
+  state = advance(target, drafter, verifier, warp, eos, state, limit)
+  return finish(state, [len(p) for p in prompts])
+
+
+def start(
+  target: LanguageModel,
+  drafter: Drafter,
+  prompts: Sequence[Sequence[int]],
+  *,
+  key: Key,
+  max_new_tokens: int | Sequence[int],
+  min_new_tokens: int | Sequence[int] = 0,
+) -> decode.DecodeState:
+  """Checks the prompts and prefills; see `generate`."""
+  length = np.array([len(p) for p in prompts], np.int32)
+  if not len(length):
+    raise ValueError('there are no prompts: give at least one')
+  if not length.all():
+    raise ValueError(
+      f'prompt {int(np.argmin(length))} is empty: give at least one token,'
+      ' such as the end-of-document id'
+    )
+  new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), length.shape)
+  least = np.broadcast_to(np.asarray(min_new_tokens, np.int32), length.shape)
+  if new.min() < 0 or least.min() < 0:
+    raise ValueError(
+      f'max_new_tokens is {max_new_tokens} and min_new_tokens'
+      f' {min_new_tokens}: neither may be negative'
+    )
+  size = -(-int((length + new).max()) // BUCKET) * BUCKET
+  tokens = np.zeros((len(length), size), np.int32)
+  for row, prompt in zip(tokens, prompts, strict=True):
+    row[: len(prompt)] = prompt
+  _require_ids('prompt token', tokens, target.vocab_size)
+  rows = key if key.ndim else _row_keys(key, len(length))
+  if rows.shape != length.shape:
+    raise ValueError(f'{rows.shape[0]} keys for {len(length)} prompts')
+  return _prefill(
+    target, drafter, tokens, length, length + new, length + least, rows
+  )
+
+
+def end_ids(target: LanguageModel, eos: Sequence[int]) -> jax.Array:
+  """`[E]` ids, checked."""
+  eos = np.asarray(eos, np.int32).reshape(-1)
+  _require_ids('eos', eos, target.vocab_size)
+  return jnp.asarray(eos)
+
+
+def finish(state: decode.DecodeState, prompt_length) -> Result:
+  """Fetches a state and raises the faults that the loop recorded."""
+  fault, tokens, length, stats = jax.device_get(
+    (state.fault, state.tokens, state.length, state.stats)
+  )
+  broken = np.flatnonzero(fault & verify.NAN)
+  if broken.size:
+    raise FloatingPointError(
+      f'rows {broken.tolist()}: a target or draft law is NaN, so their tokens'
+      ' mean nothing; check the weights and the warp'
+    )
+  return Result(tokens, length, np.asarray(prompt_length), stats)
+
+
+_prefill = jax.jit(decode.prefill)
+
+# `decode.advance`, compiled; the state is donated.
+advance = functools.partial(jax.jit, static_argnums=2, donate_argnums=5)(
+  decode.advance
+)
+
+
+def _row_keys(key: Key, batch: int) -> Key:
+  return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
+
+
+def _require_ids(what: str, ids: np.ndarray, vocab_size: int):
+  bad = ids[(ids < 0) | (ids >= vocab_size)]
+  if bad.size:
+    raise ValueError(
+      f'{what} {int(bad[0])} is outside the vocabulary 0..{vocab_size - 1}'
+    )

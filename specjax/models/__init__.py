@@ -1,0 +1,1 @@
+"""Language models: what can stand as a target or a draft."""

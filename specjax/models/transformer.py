@@ -1,0 +1,246 @@
+"""A decoder-only transformer of the Llama family.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU. One stack of layers
+serves decoding and training: `forward` is `extend` on a block that is the whole
+window, with no cache behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax import cache as caches
+from specjax import trees
+from specjax.types import Array, Block, Output
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+  """Sizes of a `Transformer`.
+
+  Attributes:
+    vocab_size: V.
+    width: D, of the residual stream.
+    layers: number of layers.
+    heads: query heads.
+    kv_heads: key/value heads; divides `heads`.
+    hidden: width of the feed-forward layer.
+    head_dim: width of a head; None is `width // heads`.
+    rope_theta: base of the rotary frequencies.
+    tied: whether the embedding is also the head.
+    dtype: 'float32' or 'bfloat16', of weights and caches. The residual stream
+      and every sum stay float32.
+    norm_eps: added to the mean square.
+  """
+
+  vocab_size: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  hidden: int
+  head_dim: int | None = None
+  rope_theta: float = 1e4
+  tied: bool = True
+  dtype: str = 'float32'
+  norm_eps: float = 1e-5
+
+  def __post_init__(self):
+    """Refuses sizes that do not fit together."""
+    if self.heads % self.kv_heads:
+      raise ValueError(
+        f'{self.heads} heads cannot share {self.kv_heads} kv_heads: '
+        'heads must be a multiple'
+      )
+    if self.head_dim is None and self.width % self.heads:
+      raise ValueError(
+        f'width {self.width} does not divide into {self.heads} heads: '
+        'choose a multiple or set head_dim'
+      )
+    if self.head_size % 2:
+      raise ValueError(
+        f'heads of width {self.head_size} cannot be rotated: it must be even'
+      )
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise ValueError(f"dtype is {self.dtype!r}: use 'float32' or 'bfloat16'")
+
+  @property
+  def head_size(self) -> int:
+    """Width of one head."""
+    return self.head_dim or self.width // self.heads
+
+
+class Layer(nnx.Module):
+  """Attention and feed-forward, each behind a norm and on a residual."""
+
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    """Initialises the weights from `rngs.params`."""
+    c, size = config, config.head_size
+    # Outputs into the residual stream start smaller the deeper the model is.
+    out = 0.02 / math.sqrt(2 * c.layers)
+    self.config = c
+    # Fused here, once: slicing a fused weight inside a loop would copy it, but
+    # slicing what it produces is free.
+    self.qkv = _weight(rngs, c, (c.width, (c.heads + 2 * c.kv_heads) * size))
+    self.proj = _weight(rngs, c, (c.heads * size, c.width), out)
+    self.gate_up = _weight(rngs, c, (c.width, 2 * c.hidden))
+    self.down = _weight(rngs, c, (c.hidden, c.width), out)
+    self.attention_norm = nnx.Param(jnp.ones(c.width))
+    self.hidden_norm = nnx.Param(jnp.ones(c.width))
+
+  def __call__(self, x, angles, visible, cached, length):
+    """One layer on `[B, M, D]`; returns it and the block's keys and values."""
+    c, size = self.config, self.config.head_size
+    y = _norm(x, self.attention_norm[...], c.norm_eps)
+    qkv = _dot(y, self.qkv[...]).reshape(*x.shape[:2], -1, size)
+    qkv = qkv.transpose(0, 2, 1, 3)
+    rotated = _rotate(qkv[:, : c.heads + c.kv_heads], angles)
+    keys = rotated[:, c.heads :].astype(c.dtype)
+    values = qkv[:, c.heads + c.kv_heads :].astype(c.dtype)
+    mixed = caches.attend(
+      rotated[:, : c.heads], (keys, values), visible, cached, length
+    )
+    mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+    x = x + _dot(mixed, self.proj[...])
+    y = _dot(_norm(x, self.hidden_norm[...], c.norm_eps), self.gate_up[...])
+    gate, up = jnp.split(y, 2, -1)
+    return x + _dot(jax.nn.silu(gate) * up, self.down[...]), (keys, values)
+
+
+class Transformer(nnx.Module):
+  """The model; see `types.LanguageModel` for its methods.
+
+  Args:
+    config: the sizes.
+    rngs: source of the initial weights.
+  """
+
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    """Initialises the weights from `rngs.params`."""
+    self.config = config
+    self.embedding = _weight(rngs, config, (config.vocab_size, config.width))
+    self.layers = nnx.List(
+      [Layer(config, rngs) for _ in range(config.layers)]
+    )
+    self.norm = nnx.Param(jnp.ones(config.width))
+    if not config.tied:
+      self.head = _weight(rngs, config, (config.vocab_size, config.width))
+
+  @property
+  def vocab_size(self) -> int:
+    """V."""
+    return self.config.vocab_size
+
+  def init_cache(self, batch: int, size: int) -> caches.Cache:
+    """An empty cache of `size` positions."""
+    c = self.config
+    shape = (batch, c.kv_heads, size, c.head_size)
+    # Distinct buffers, since a donated state may not alias.
+    rows = tuple(
+      (jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype))
+      for _ in range(c.layers)
+    )
+    return caches.Cache(rows, jnp.zeros(batch, jnp.int32))
+
+  def extend(
+    self, block: Block, cache: caches.Cache, taps: tuple[int, ...] = ()
+  ) -> tuple[Output, tuple]:
+    """Scores a block behind the cached tokens, which it only reads.
+
+    Args:
+      block: `[B, M]` tokens, a chain or a tree.
+      cache: what precedes them.
+      taps: layers whose outputs to return; -1 is the embedding.
+
+    Returns:
+      Output `[B, M, D]` and the block's rows, for `commit`.
+    """
+    visible = trees.ancestors(block.parents, block.tokens.shape[1])
+    positions = cache.length[:, None] + trees.depths(visible)
+    return self._run(block.tokens, positions, visible, cache, taps)
+
+  def commit(
+    self, cache: caches.Cache, rows: tuple, kept: Array, chain: bool = True
+  ) -> caches.Cache:
+    """Writes the rows of the kept nodes `[B, M]`; see `cache.commit`."""
+    return caches.commit(cache, rows, kept, chain)
+
+  def forward(
+    self, tokens: Array, segments: Array, taps: tuple[int, ...] = ()
+  ) -> Output:
+    """Scores whole windows; nothing crosses from one segment to another.
+
+    Args:
+      tokens: `[B, T]` int32.
+      segments: `[B, T]` int32, constant within a document.
+      taps: layers whose outputs to return; -1 is the embedding.
+
+    Returns:
+      Output `[B, T, D]`.
+    """
+    size = tokens.shape[1]
+    same = segments[:, :, None] == segments[:, None, :]
+    visible = trees.ancestors(None, size) & same
+    positions = trees.depths(visible)
+    return self._run(tokens, positions, visible, None, taps)[0]
+
+  def embed(self, tokens: Array) -> Array:
+    """Embeddings `[..., D]`, float32."""
+    return self.embedding[...][tokens].astype(jnp.float32)
+
+  def unembed(self, features: Array) -> Array:
+    """Float32 logits `[..., V]`."""
+    head = self.embedding if self.config.tied else self.head
+    head = head[...]
+    return jax.lax.dot_general(
+      features.astype(head.dtype),
+      head,
+      (((features.ndim - 1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+  def _run(self, tokens, positions, visible, cache, taps):
+    c, half = self.config, self.config.head_size // 2
+    frequencies = c.rope_theta ** (-jnp.arange(half) / half)
+    angles = positions[:, None, :, None] * frequencies
+    x = self.embed(tokens)
+    streams, rows = [x], []
+    for i, layer in enumerate(self.layers):
+      cached, length = (cache.rows[i], cache.length) if cache else (None, None)
+      x, row = layer(x, angles, visible, cached, length)
+      streams.append(x)
+      rows.append(row)
+    features = _norm(x, self.norm[...], c.norm_eps)
+    tapped = tuple(streams[t + 1] for t in taps)
+    return Output(features, tapped), tuple(rows)
+
+
+def _weight(rngs, config, shape, scale=0.02):
+  values = scale * jax.random.normal(rngs.params(), shape)
+  return nnx.Param(values.astype(config.dtype))
+
+
+def _norm(x: Array, scale: Array, eps: float) -> Array:
+  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+
+
+def _rotate(x: Array, angles: Array) -> Array:
+  """Rotary positions; pairs are (i, i + D / 2). (Su et al., arXiv 2104.09864)"""
+  a, b = jnp.split(x, 2, -1)
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _dot(x: Array, weight: Array) -> Array:
+  """Weights stay in their dtype (no conversion per call); sums are float32."""
+  return jax.lax.dot_general(
+    x.astype(weight.dtype),
+    weight,
+    (((x.ndim - 1,), (0,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )

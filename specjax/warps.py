@@ -1,0 +1,161 @@
+"""Sampling transforms: logits to logits, applied alike to every row that counts.
+
+A warp is a callable pytree. Its numbers are leaves, so a sweep over them traces
+once; which warps are composed is structure. Every warp returns float32, keeps
+-inf ("outside the support") and lets a NaN through, so that the rules see it.
+Nothing here sorts the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Warp
+
+
+def _warp(cls):
+  return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_warp
+class Temperature:
+  """Divides logits by `temperature` > 0; for 0 use `Greedy`."""
+
+  temperature: float | Array = 1.0
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to `[..., V]`."""
+    return logits.astype(jnp.float32) / self.temperature
+
+
+@_warp
+class Greedy:
+  """All mass on the first maximum: the same rules then match exactly."""
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to 0 at the first maximum and -inf elsewhere."""
+    logits = logits.astype(jnp.float32)
+    best = jnp.argmax(logits, -1, keepdims=True)
+    chosen = jnp.arange(logits.shape[-1]) == best
+    broken = jnp.isnan(logits).any(-1, keepdims=True)
+    return jnp.where(chosen, jnp.where(broken, jnp.nan, 0.0), -jnp.inf)
+
+
+@_warp
+class TopK:
+  """Keeps the `k` largest logits, and all that tie with the smallest kept."""
+
+  k: int | Array
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to `[..., V]`."""
+    order = _order(logits)
+
+    def enough(threshold):
+      return (order >= threshold).sum(-1, keepdims=True) >= self.k
+
+    # The largest threshold that still keeps k.
+    return _keep(logits, order >= _last(enough, order))
+
+
+@_warp
+class TopP:
+  """Keeps each token whose strictly more probable tokens hold less than `p`.
+
+  So the token that crosses the threshold is kept, equal tokens stay or go
+  together, and `p >= 1` keeps everything. A mass within 1e-6 of `p` counts as
+  having reached it, which makes round figures mean what they say.
+  (Holtzman et al. 2020, arXiv 1904.09751.)
+  """
+
+  p: float | Array
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to `[..., V]`."""
+    order = _order(logits)
+    mass = jax.nn.softmax(logits.astype(jnp.float32))
+
+    def reached(threshold):
+      above = jnp.where(order > threshold, mass, 0.0).sum(-1, keepdims=True)
+      return above >= self.p - 1e-6
+
+    # Above the last threshold that reaches p, every token is wanted.
+    nucleus = order > _last(reached, order)
+    return _keep(logits, nucleus | (jnp.asarray(self.p) >= 1))
+
+
+@_warp
+class MinP:
+  """Keeps tokens at least `p` times as probable as the most probable one.
+
+  (Nguyen et al. 2024, arXiv 2407.01082.)
+  """
+
+  p: float | Array
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to `[..., V]`."""
+    floor = jnp.max(logits, -1, keepdims=True) + jnp.log(self.p)
+    return _keep(logits, logits >= floor)
+
+
+@_warp
+class _Composed:
+  warps: tuple[Warp, ...]
+
+  def __call__(self, logits: Array) -> Array:
+    for warp in self.warps:
+      logits = warp(logits)
+    return logits
+
+
+def compose(*warps: Warp) -> Warp:
+  """Applies `warps` from left to right."""
+  return _Composed(tuple(warps))
+
+
+def from_temperature(temperature: float) -> Warp:
+  """`Greedy()` at 0, else `Temperature(temperature)`.
+
+  Raises:
+    ValueError: if `temperature` is negative, infinite or NaN.
+  """
+  if not 0 <= temperature < float('inf'):
+    raise ValueError(
+      f'temperature is {temperature}: it must be 0 (greedy) or positive'
+    )
+  return Temperature(float(temperature)) if temperature else Greedy()
+
+
+def _keep(logits: Array, kept: Array) -> Array:
+  logits = logits.astype(jnp.float32)
+  return jnp.where(kept | jnp.isnan(logits), logits, -jnp.inf)
+
+
+def _order(logits: Array) -> Array:
+  """int32 with the order of the float32 logits, so that bisection is exact."""
+  bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32)
+  return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _last(holds, order: Array) -> Array:
+  """The largest int32 threshold `[..., 1]` at which a falling test holds.
+
+  Bisection in 32 passes over the vocabulary instead of a sort. The smallest
+  int32 stands for "nowhere"; no float maps to it.
+  """
+  info = jnp.iinfo(jnp.int32)
+  low = jnp.full_like(order[..., :1], info.min)
+  high = jnp.full_like(low, info.max)
+
+  def halve(_, bounds):
+    low, high = bounds
+    # The midpoint, rounded up, without overflow.
+    middle = (low | high) - ((low ^ high) >> 1)
+    good = holds(middle)
+    return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+
+  return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
