@@ -1,0 +1,200 @@
+"""What specjax measures: one definition of each number, used everywhere.
+
+p is the target and q the draft, both after the warp that is used to decode.
+
+acceptance rate α (exact)
+  The mean over positions of Σ_x min(p(x), q(x)) = 1 - TV(p, q): how often a
+  token drawn from q passes. The positions are those of text that the target
+  wrote at the decode warp, because that is where decoding takes the draft.
+measured acceptance rate
+  accepted / drafted over whole runs: drafted tokens that were emitted over all
+  valid ones that an end token or a limit did not cut off. Those behind a
+  rejection were drafted too, so it falls with K where α does not.
+acceptance by depth
+  At depth k, P(the test passes | it was made): the k-th token of a draft is
+  only tested when the k - 1 before it passed. Running products of this give
+  the probability that a draft survives to each depth.
+accepted per round
+  accepted / rounds: WITHOUT the token that the target adds.
+tokens per round, or block efficiency
+  emitted / rounds: WITH the token that ends a round, the correction or the
+  bonus. Between 1 and K + 1; one more than accepted per round unless a round
+  was cut inside its draft.
+expected block efficiency at K
+  1 + Σ_{k≤K} E Π_{j≤k} min(1, q(y_j) / p(y_j)) over the tokens y that the
+  target wrote: what chain rejection with K drafted tokens gives (with the
+  bonus) on that text, without decoding. It is a mean of products: acceptance
+  is correlated along a text, and a product of means is another number.
+
+A rate over nothing is None, never NaN, and runs are combined by adding counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import stats as scipy_stats
+
+from specjax import losses
+from specjax.types import Array
+
+if TYPE_CHECKING:
+  from specjax import generate
+
+
+def acceptance(log_p: Array, log_q: Array) -> Array:
+  """Exact acceptance rate Σ_x min(p(x), q(x)) of each position.
+
+  Args:
+    log_p: `[..., V]` log-probabilities of the target; -inf is allowed.
+    log_q: `[..., V]` log-probabilities of the draft. Where its support is
+      smaller, p stays whole: what the draft cannot say is never accepted.
+
+  Returns:
+    `[...]` float32 in [0, 1].
+  """
+  log_p, log_q = log_p.astype(jnp.float32), log_q.astype(jnp.float32)
+  return jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), -1)
+
+
+def kl(log_p: Array, log_q: Array) -> Array:
+  """KL(p || q) in nats, `[..., V]` twice to `[...]`; `losses.forward_kl`."""
+  return losses.forward_kl(log_q, log_p)
+
+
+def block_efficiency(
+  log_p_y: Array, log_q_y: Array, valid: Array, k: int
+) -> tuple[Array, Array]:
+  """Expected block efficiency of a round that starts before each token.
+
+  A start counts when the K tokens from there on are all valid, so a text
+  shorter than K has none. Reduce with `losses.weighted_sum`.
+
+  Args:
+    log_p_y: `[B, T]` log-probability of token t under the target that wrote it.
+    log_q_y: `[B, T]` the same under the draft; -inf is allowed.
+    valid: `[B, T]` bool, tokens that the target wrote. Neighbours that do not
+      belong together need an invalid token between them, as the first token
+      of a document's piece is in `Batch.weight`.
+    k: draft length K, at most T.
+
+  Returns:
+    `[B, T - K + 1]` tokens per round in [1, K + 1], and its float32 weight.
+  """
+  starts = log_p_y.shape[1] - k + 1
+  if k < 1 or starts < 1:
+    raise ValueError(
+      f'draft length {k} needs to be in [1, T]; T is {log_p_y.shape[1]}'
+    )
+  log_ratio = log_q_y.astype(jnp.float32) - log_p_y.astype(jnp.float32)
+  log_pass = jnp.where(valid, jnp.minimum(log_ratio, 0), -jnp.inf)
+  # [K, B, starts]. Shifted copies and not differences of one running sum: that
+  # would be -inf - -inf past the first token which the draft cannot say.
+  ahead = jnp.stack([log_pass[:, j : j + starts] for j in range(k)])
+  inside = jnp.stack([valid[:, j : j + starts] for j in range(k)]).all(0)
+  survival = jnp.exp(jnp.cumsum(ahead, 0))
+  return 1 + survival.sum(0), inside.astype(jnp.float32)
+
+
+def perplexity(nats: float, tokens: float) -> float | None:
+  """exp(nats / tokens) of summed surprise; None when there were no tokens."""
+  return math.exp(nats / tokens) if tokens else None
+
+
+def bits_per_byte(nats: float, size: float) -> float | None:
+  """Summed surprise over the bytes it pays for, in bits."""
+  return nats / math.log(2) / size if size else None
+
+
+def repetition(rows: Iterable[Sequence[int]], n: int = 4) -> float | None:
+  """Share of n-grams that stood earlier in the same row, over all rows.
+
+  Args:
+    rows: tokens of each text; n-grams do not cross rows.
+    n: n-gram length.
+
+  Returns:
+    0 when no n-gram recurs, near 1 for a loop, None when no row has n tokens.
+  """
+  total = distinct = 0
+  for row in rows:
+    grams = list(zip(*(row[i:] for i in range(n)), strict=False))
+    total += len(grams)
+    distinct += len(set(grams))
+  return _ratio(total - distinct, total)
+
+
+def summarize(*results: generate.Result) -> dict[str, Any]:
+  """Counts and rates of one or several runs, ready for JSON.
+
+  Args:
+    *results: what `generate` returned. Their counts are added, so a long
+      run weighs more than a short one and one without drafts changes no rate.
+
+  Returns:
+    The counts `rounds`, `tokens`, `drafted`, `accepted`, and the numbers
+    defined above: `acceptance_rate` (measured), `acceptance_by_depth` (a list),
+    `accepted_per_round`, `tokens_per_round`; None where nothing was counted.
+  """
+  runs = [result.stats for result in results]
+  rounds, drafted, accepted = (
+    sum(int(np.sum(getattr(run, name))) for run in runs)
+    for name in ('rounds', 'drafted', 'accepted')
+  )
+  tokens = sum(
+    int(np.sum(np.asarray(r.length) - np.asarray(r.prompt_length)))
+    for r in results
+  )
+  tested = _by_depth(run.tested for run in runs)
+  passed = _by_depth(run.passed for run in runs)
+  return {
+    'rounds': rounds,
+    'tokens': tokens,
+    'drafted': drafted,
+    'accepted': accepted,
+    'acceptance_rate': _ratio(accepted, drafted),
+    'acceptance_by_depth': [
+      _ratio(a, b) for a, b in zip(passed, tested, strict=True)
+    ],
+    'accepted_per_round': _ratio(accepted, rounds),
+    'tokens_per_round': _ratio(tokens, rounds),
+  }
+
+
+def confidence_interval(
+  values: Sequence[float], level: float = 0.95
+) -> tuple[float, float]:
+  """Mean and half-width of Student's interval, e.g. over seeds.
+
+  For a paired comparison give the differences.
+
+  Args:
+    values: at least one number; the half-width of a single one is inf.
+    level: coverage.
+
+  Returns:
+    The mean, and what to add and subtract.
+  """
+  n = len(values)
+  mean = float(np.mean(values))
+  if n < 2:
+    return mean, math.inf
+  quantile = scipy_stats.t.ppf((1 + level) / 2, n - 1)
+  return mean, float(quantile * np.std(values, ddof=1) / math.sqrt(n))
+
+
+def _ratio(part: int, whole: int) -> float | None:
+  return part / whole if whole else None
+
+
+def _by_depth(counts: Iterable[Any]) -> list[int]:
+  """Sums `[B, N]` counts over rows and runs; N may differ from run to run."""
+  sums = [np.sum(np.asarray(count), 0) for count in counts]
+  total = np.zeros(max((len(s) for s in sums), default=0), np.int64)
+  for s in sums:
+    total[: len(s)] += s
+  return total.tolist()
