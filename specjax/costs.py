@@ -1,0 +1,97 @@
+"""What speculation should gain: theory, on the host, in plain numbers.
+
+c is the time of a draft step over that of a plain step of the target; v(K) is
+the time of the target's pass over K + 1 tokens over that of a plain step. A
+round of K drafted tokens then takes K c + v(K) plain steps. The classical
+formula has v = 1, and on real machines v(K) often decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def tokens_by_k(alpha: ArrayLike, max_k: int) -> NDArray[np.float64]:
+  """Expected tokens per round, with the bonus, of every draft length.
+
+  1 + Σ_{k≤K} Π_{j≤k} α_j. With one α this is (1 - α^(K+1)) / (1 - α), equation
+  (1) of Leviathan et al. 2023 (arXiv 2211.17192); as a sum it holds at α = 1.
+
+  Args:
+    alpha: the acceptance rate, or `[N >= max_k]` of them, that at depth k given
+      that the tokens before it passed (`acceptance_by_depth`).
+    max_k: the longest draft.
+
+  Returns:
+    `[max_k + 1]`, for K = 0, 1, ..., max_k.
+
+  Raises:
+    ValueError: if alpha is too short, or not a probability at some depth.
+  """
+  alpha = np.asarray(alpha, np.float64)
+  alpha = np.full(max_k, alpha) if alpha.ndim == 0 else alpha[:max_k]
+  if len(alpha) < max_k or not np.all((alpha >= 0) & (alpha <= 1)):
+    raise ValueError(
+      f'draft length {max_k} needs a probability at each depth, got {alpha}'
+    )
+  return np.cumsum(np.cumprod(np.concatenate([[1.0], alpha])))
+
+
+def expected_tokens(alpha: ArrayLike, k: int) -> float:
+  """Expected tokens per round at draft length k; see `tokens_by_k`."""
+  return float(tokens_by_k(alpha, k)[-1])
+
+
+def speedup(
+  tokens: ArrayLike, k: ArrayLike, c: float, v: ArrayLike = 1.0
+) -> NDArray[np.float64]:
+  """Predicted speedup tokens / (K c + v(K)); arguments broadcast.
+
+  With v = 1 and one α, Theorem 3.8 of Leviathan et al. 2023 (arXiv 2211.17192).
+
+  Args:
+    tokens: tokens per round, with the bonus.
+    k: draft length K.
+    c: draft step / plain step.
+    v: pass over K + 1 tokens / plain step.
+
+  Returns:
+    Tokens per second over those of plain decoding.
+  """
+  return np.asarray(tokens) / (np.asarray(k) * c + np.asarray(v))
+
+
+def best_k(
+  alpha: ArrayLike, c: float, v: ArrayLike = 1.0, max_k: int = 16
+) -> int:
+  """The draft length with the highest predicted speedup; the shortest of ties.
+
+  Args:
+    alpha: as in `tokens_by_k`.
+    c: draft step / plain step.
+    v: one number, or `[max_k + 1]` for K = 0, 1, ..., max_k.
+    max_k: the longest draft considered.
+
+  Returns:
+    K in [0, max_k]; 0 where no draft pays.
+  """
+  k = np.arange(max_k + 1)
+  return int(np.argmax(speedup(tokens_by_k(alpha, max_k), k, c, v)))
+
+
+def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:
+  """The least acceptance rate that a divergence leaves possible.
+
+  The larger of 1 - √(KL / 2) (Pinsker) and 1 - √(1 - e^(-KL)) (Bretagnolle and
+  Huber 1979), which takes over above KL ≈ 1.6. Both are convex, so they hold
+  for means over positions too, and for either direction of KL.
+
+  Args:
+    kl: nats.
+
+  Returns:
+    A number in [0, 1] that α does not fall below.
+  """
+  kl = np.asarray(kl, np.float64)
+  return 1 - np.minimum(np.sqrt(kl / 2), np.sqrt(-np.expm1(-kl)))
