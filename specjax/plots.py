@@ -1,0 +1,317 @@
+"""Pictures of a run: plain numbers in, one PNG out.
+
+Figures are made without pyplot, so nothing global is touched, and written to
+a temporary name first, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+
+from specjax import metrics
+
+# Okabe and Ito's palette, told apart with any colour vision; its yellow is too
+# light for a line on white. The markers say the same without colour.
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00')
+_MARKERS = ('o', 's', '^', 'D', 'v', 'P')
+_GREY = '#666666'
+_LINE_HEIGHT = 0.065  # of a line of text, in heights of a panel
+_RING = {
+  'markersize': 13,
+  'markerfacecolor': 'none',
+  'markeredgewidth': 1.6,
+}
+
+Path = str | os.PathLike[str]
+
+
+def speedup_by_k(
+  path: Path,
+  sweep: Iterable[Mapping[str, Any]],
+  title: str = 'Speedup over plain decoding',
+) -> pathlib.Path:
+  """Measured and predicted speedup against draft length, a panel per batch.
+
+  Args:
+    path: the PNG to write.
+    sweep: rows with `drafter`, `temperature`, `batch`, `k`, `speedup` (the
+      median), `speedup_min`, `speedup_max`, and where there is a prediction
+      `predicted_speedup`.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = sorted(sweep, key=lambda row: row['k'])
+  batches = sorted({row['batch'] for row in rows})
+  names = sorted({(row['drafter'], row['temperature']) for row in rows})
+  figure = _figure(title, width=4.2 * max(len(batches), 2))
+  panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+  for panel, batch in zip(panels, batches, strict=True):
+    panel.axhline(1, color=_GREY, linewidth=1)
+    lines = 0
+    for name, style in zip(names, _styles(), strict=False):
+      line = [
+        row
+        for row in rows
+        if row['batch'] == batch
+        and (row['drafter'], row['temperature']) == name
+      ]
+      if line:
+        _speedup_line(panel, line, style, place=lines)
+        lines += 1
+    panel.set_xscale('log', base=2)
+    ticks = sorted({row['k'] for row in rows})
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xticklabels([str(k) for k in ticks])
+    _label(panel, f'batch {batch}', 'draft length K (tokens)')
+  panels[0].set_ylabel('speedup over plain (×; median, min–max)')
+  # Room above the data for a line of text per curve.
+  top = max(panel.dataLim.y1 for panel in panels)
+  panels[0].set_ylim(0, top / (0.95 - _LINE_HEIGHT * len(names)))
+  handles = [
+    panels[0].plot([], [], label=f'{drafter}, T = {t:g}', **style)[0]
+    for (drafter, t), style in zip(names, _styles(), strict=False)
+  ]
+  for label, style in (
+    ('predicted', {'linestyle': '--'}),
+    ('best K', {'linestyle': '', 'marker': 'o', **_RING}),
+  ):
+    handles += panels[0].plot([], [], color=_GREY, label=label, **style)
+  return _save(figure, path, handles)
+
+
+def acceptance_by_depth(
+  path: Path,
+  curves: Mapping[str, Sequence[float | None]],
+  title: str = 'Acceptance by depth',
+) -> pathlib.Path:
+  """P(accepted | tested) at each place of a draft, and what survives to it.
+
+  Args:
+    path: the PNG to write.
+    curves: `acceptance_by_depth` of `metrics.summarize` by label; None is a
+      gap.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  figure = _figure(title)
+  left, right = figure.subplots(1, 2, sharey=True, sharex=True)
+  handles = []
+  for (label, values), style in zip(curves.items(), _styles(), strict=False):
+    rate = np.asarray(values, float)  # None becomes NaN, which is not drawn
+    depth = np.arange(1, len(rate) + 1)
+    handles += left.plot(depth, rate, label=label, **style)
+    right.plot(depth, np.cumprod(rate), **style)
+  _label(left, 'of the tokens tested', 'depth in the draft (tokens)')
+  _label(right, 'of all drafts: survival', 'depth in the draft (tokens)')
+  left.set_ylabel('share accepted')
+  left.set_ylim(0, 1.02)
+  left.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+  return _save(figure, path, handles)
+
+
+def training_curves(
+  path: Path,
+  records: Iterable[Mapping[str, Any]],
+  panels: Mapping[str, Sequence[str]],
+  title: str = 'Training',
+) -> pathlib.Path:
+  """Logged scalars against the step, a panel per quantity.
+
+  Args:
+    path: the PNG to write.
+    records: the JSON lines of a log: dicts with `step` and scalars, not all of
+      them in every record.
+    panels: the label of a panel's axis with its unit, to the keys drawn in it.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  records = list(records)
+  keys = list(dict.fromkeys(itertools.chain(*panels.values())))
+  colours = dict(zip(keys, itertools.cycle(_COLOURS)))
+  figure = _figure(title, width=max(8.4, 4.2 * len(panels)))
+  axes = figure.subplots(1, len(panels), squeeze=False)[0]
+  handles = {}
+  for axis, (label, names) in zip(axes, panels.items(), strict=True):
+    for name in names:
+      points = [(r['step'], r[name]) for r in records if name in r]
+      steps, values = zip(*points, strict=True) if points else ((), ())
+      few = len(points) <= 30
+      handles[name] = axis.plot(
+        steps,
+        values,
+        color=colours[name],
+        label=name,
+        marker='o' if few else '',
+        markersize=4,
+        linewidth=1.8 if few else 1.2,
+      )[0]
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    _label(axis, label, 'step')
+  return _save(figure, path, list(handles.values()))
+
+
+def acceptance_by_kl_weight(
+  path: Path,
+  weights: Sequence[float],
+  acceptance: Sequence[Sequence[float]],
+  efficiency: Sequence[Sequence[float]],
+  k: int,
+  title: str = 'Distilling for acceptance',
+) -> pathlib.Path:
+  """Acceptance rate and block efficiency against the KL weight.
+
+  Args:
+    path: the PNG to write.
+    weights: `[W]` ratios of the KL to the cross-entropy term; 0 and inf are
+      allowed and stand apart from the logarithmic rest.
+    acceptance: `[S, W]` exact acceptance rate, one row per seed.
+    efficiency: `[S, W]` expected block efficiency.
+    k: the draft length of `efficiency`.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  order = np.argsort(weights)
+  weights = np.asarray(weights, float)[order]
+  figure = _figure(title)
+  panels = figure.subplots(1, 2, sharex=True)
+  x, finite = _weight_places(weights)
+  handles = []
+  for panel, values, style in zip(
+    panels, (acceptance, efficiency), _styles(), strict=False
+  ):
+    values = np.asarray(values, float)[:, order]
+    mean, half = np.transpose(
+      [metrics.confidence_interval(column) for column in values.T]
+    )
+    panel.plot(x, mean, **{**style, 'linestyle': ':', 'marker': ''})
+    panel.plot(x[finite], mean[finite], **{**style, 'marker': ''})
+    panel.plot(x, mean, **{**style, 'linestyle': ''})
+    if len(values) > 1:
+      bars = {'fmt': 'none', 'color': style['color'], 'capsize': 4}
+      panel.errorbar(x, mean, half, **bars)
+      # Beside the mean, which would hide them.
+      panel.plot(x + 0.1, values.T, '.', color=_GREY, markersize=5, zorder=3)
+    panel.set_xticks(x, [_weight_name(w) for w in weights])
+  _label(panels[0], 'acceptance rate α', 'KL weight (KL : cross entropy)')
+  _label(
+    panels[1],
+    f'block efficiency at K = {k}',
+    'KL weight (KL : cross entropy)',
+  )
+  panels[0].set_ylabel('Σ min(p, q), mean over positions')
+  panels[1].set_ylabel('tokens per round, bonus included')
+  if len(acceptance) > 1:
+    mean_style = {'color': _GREY, 'marker': 'o', 'markersize': 6}
+    label = f'mean of {len(acceptance)} seeds, 95 % interval'
+    handles += panels[0].plot([], [], label=label, **mean_style)
+    one_seed = {'color': _GREY, 'markersize': 5}
+    handles += panels[0].plot([], [], '.', label='one seed', **one_seed)
+  return _save(figure, path, handles)
+
+
+def _speedup_line(
+  panel: Axes,
+  line: Sequence[Mapping[str, Any]],
+  style: Mapping[str, Any],
+  place: int,
+) -> None:
+  k, median, low, high = (
+    np.array([row[name] for row in line], float)
+    for name in ('k', 'speedup', 'speedup_min', 'speedup_max')
+  )
+  error = np.stack([median - low, high - median])
+  panel.errorbar(k, median, error, capsize=3, elinewidth=1.2, **style)
+  predicted = [
+    (row['k'], row['predicted_speedup'])
+    for row in line
+    if row.get('predicted_speedup') is not None
+  ]
+  if predicted:
+    panel.plot(*zip(*predicted, strict=True), '--', color=style['color'])
+  best = int(np.argmax(median))
+  ring = {'color': style['color'], 'marker': 'o', **_RING}
+  panel.plot(k[best], median[best], **ring)
+  panel.text(
+    0.99,
+    0.99 - _LINE_HEIGHT * place,
+    f'{median[best]:.2f}× at K = {k[best]:.0f}',
+    transform=panel.transAxes,
+    ha='right',
+    va='top',
+    color=style['color'],
+    fontweight='bold',
+  )
+
+
+def _weight_places(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Where sorted weights stand, and which of them are finite and not 0."""
+  finite = (weights > 0) & np.isfinite(weights)
+  logs = np.log10(weights, where=finite, out=np.zeros_like(weights))
+  low, high = (
+    (logs[finite].min(), logs[finite].max()) if finite.any() else (0, 0)
+  )
+  x = np.where(weights == 0, low - 0.75, logs)
+  return np.where(np.isinf(weights), high + 0.75, x), finite
+
+
+def _weight_name(weight: float) -> str:
+  if weight == 0:
+    return '0\nCE only'
+  return '∞\nKL only' if math.isinf(weight) else f'{weight:g}'
+
+
+def _styles() -> Iterable[dict[str, Any]]:
+  for colour, marker in itertools.cycle(zip(_COLOURS, _MARKERS, strict=True)):
+    yield {
+      'color': colour,
+      'marker': marker,
+      'markersize': 6,
+      'linewidth': 1.8,
+      'linestyle': '-',
+    }
+
+
+def _figure(title: str, width: float = 8.4) -> Figure:
+  figure = Figure(figsize=(width, 4.4), dpi=150, layout='constrained')
+  figure.suptitle(title, fontsize=14, fontweight='bold')
+  return figure
+
+
+def _label(axis: Axes, title: str, x: str) -> None:
+  axis.set_title(title, fontsize=12)
+  axis.set_xlabel(x)
+  axis.grid(axis='y', color='#dddddd', linewidth=0.8)
+  axis.set_axisbelow(True)
+  axis.spines[['top', 'right']].set_visible(False)
+
+
+def _save(figure: Figure, path: Path, handles: Sequence[Any]) -> pathlib.Path:
+  if handles:
+    columns = min(len(handles), 4)
+    figure.legend(
+      handles=handles, loc='outside lower center', ncols=columns, frameon=False
+    )
+  path = pathlib.Path(path)
+  partial = path.with_name(f'.{path.name}.partial')
+  figure.savefig(partial, format='png')
+  os.replace(partial, path)
+  return path

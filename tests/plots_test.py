@@ -1,0 +1,128 @@
+"""Pictures: what is drawn stands where the numbers say."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib import image
+from matplotlib.figure import Figure
+
+from specjax import plots
+
+SWEEP = [
+  {
+    'drafter': drafter,
+    'temperature': t,
+    'batch': batch,
+    'k': k,
+    'speedup': 1 + k * (5 - k) / 8 / batch,
+    'speedup_min': 0.9 + k * (5 - k) / 8 / batch,
+    'speedup_max': 1.2 + k * (5 - k) / 8 / batch,
+    'predicted_speedup': 2.0 if drafter == 'model' else None,
+  }
+  for drafter in ('model', 'ngram')
+  for t in (0.0, 1.0)
+  for batch in (8, 1)
+  for k in (4, 1, 2)
+]
+RECORDS = [{'step': s, 'loss': 3 / (s + 1)} for s in range(40)] + [
+  {'step': 20, 'kl': 0.5},
+  {'step': 40, 'kl': 0.4},
+]
+WEIGHTS = [math.inf, 0, 1, 0.1]  # not in order
+ACCEPTANCE = np.array([[0.8, 0.5, 0.7, 0.6], [0.7, 0.6, 0.8, 0.6]])
+
+PICTURES = {
+  'speedup': lambda path: plots.speedup_by_k(path, SWEEP),
+  'depth': lambda path: plots.acceptance_by_depth(
+    path, {'T = 0': [0.9, 0.8, 0.7], 'T = 1': [0.6, None]}
+  ),
+  'training': lambda path: plots.training_curves(
+    path, RECORDS, {'loss (nats)': ['loss'], 'KL (nats)': ['kl', 'absent']}
+  ),
+  'kl_weight': lambda path: plots.acceptance_by_kl_weight(
+    path, WEIGHTS, ACCEPTANCE, 1 + ACCEPTANCE, k=4
+  ),
+}
+
+
+@pytest.fixture
+def figure(monkeypatch):
+  """The figure that was last saved."""
+  saved = []
+  savefig = Figure.savefig
+
+  def keep(self, *args, **kwargs):
+    saved.append(self)
+    savefig(self, *args, **kwargs)
+
+  monkeypatch.setattr(Figure, 'savefig', keep)
+  return lambda: saved[-1]
+
+
+@pytest.mark.parametrize('name', PICTURES)
+def test_a_readable_png_and_nothing_else(name, tmp_path):
+  path = tmp_path / 'picture.png'
+  assert PICTURES[name](path) == path
+  assert [p.name for p in tmp_path.iterdir()] == ['picture.png']
+  pixels = image.imread(path)
+  assert pixels.shape[1] >= 800
+  assert pixels[..., :3].std() > 0.05
+
+
+@pytest.mark.parametrize('name', PICTURES)
+def test_axes_are_labelled_and_the_legend_is_off_the_data(
+  name, tmp_path, figure
+):
+  PICTURES[name](tmp_path / 'x.png')
+  (legend,) = figure().legends
+  box = legend.get_window_extent()
+  for axis in figure().axes:
+    assert axis.get_xlabel() and axis.get_title()
+    assert not axis.get_window_extent().overlaps(box)
+
+
+def test_a_failed_picture_leaves_the_old_one(tmp_path, monkeypatch):
+  path = PICTURES['depth'](tmp_path / 'x.png')
+  before = path.read_bytes()
+
+  def fail(self, name, **kwargs):
+    open(name, 'wb').close()
+    raise OSError('disk full')
+
+  monkeypatch.setattr(Figure, 'savefig', fail)
+  with pytest.raises(OSError, match='disk full'):
+    PICTURES['speedup'](path)
+  assert path.read_bytes() == before
+
+
+def test_weights_keep_their_values_whatever_their_order(tmp_path, figure):
+  PICTURES['kl_weight'](tmp_path / 'x.png')
+  left, right = figure().axes
+  x, y = left.lines[0].get_data()
+  assert np.all(np.diff(x) > 0.5)  # 0 and ∞ stand apart, in order
+  names = [label.get_text() for label in left.get_xticklabels()]
+  assert [n.split('\n')[0] for n in names] == ['0', '0.1', '1', '∞']
+  np.testing.assert_allclose(y, [0.55, 0.6, 0.75, 0.75])
+  np.testing.assert_allclose(right.lines[0].get_ydata(), y + 1)
+
+
+def test_the_best_k_of_each_curve_is_named(tmp_path, figure):
+  PICTURES['speedup'](tmp_path / 'x.png')
+  one, eight = figure().axes
+  assert {t.get_text() for t in one.texts} == {'1.75× at K = 2'}
+  assert {t.get_text() for t in eight.texts} == {'1.09× at K = 2'}
+  assert len(one.texts) == 4
+  # The text stands above every bar.
+  top = max(row['speedup_max'] for row in SWEEP)
+  renderer_box = one.texts[-1].get_window_extent()
+  assert one.transData.inverted().transform(renderer_box)[0, 1] > top
+
+
+def test_importing_changes_no_backend():
+  code = (
+    'import sys, specjax.plots; sys.exit("matplotlib.pyplot" in sys.modules)'
+  )
+  assert subprocess.run([sys.executable, '-c', code]).returncode == 0
