@@ -144,7 +144,9 @@ def step(
   output, rows = target.extend(block, s.cache)
 
   position = s.length[:, None] + jnp.arange(n + 1)
-  log_p = _law(target, warp, eos, output.features, position < s.earliest[:, None])
+  log_p = _law(
+    target, warp, eos, output.features, position < s.earliest[:, None]
+  )
   draws = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
     keys.target, position
   )
@@ -239,7 +241,7 @@ def prefill(
 
   Args:
     target: whose cache is filled.
-    drafter: whose memory is.
+    drafter: whose memory is. The state serves it and its shorter kin `at(k)`.
     tokens: `[B, T]` int32, prompts from the left, T at least every `stop`.
     length: `[B]` prompt lengths, at least 1.
     stop: `[B]` length at which a row ends.
@@ -320,15 +322,19 @@ def _law(target, warp, eos, features, too_early) -> Array:
 
 
 def _count(stats, counted, emitted, accepted, fault, live) -> Stats:
-  n = counted.shape[1]
+  n, depths = counted.shape[1], stats.tested.shape[1]
+  if n > depths:
+    raise ValueError(
+      f'a draft of {n} nodes, but the state was made for {depths}'
+    )
   passed = emitted[:, :n] & (jnp.arange(n) < accepted[:, None])
   tested = counted & (jnp.arange(n) <= accepted[:, None])
   return stats._replace(
     rounds=stats.rounds + live,
     drafted=stats.drafted + counted.sum(-1),
     accepted=stats.accepted + passed.sum(-1),
-    tested=stats.tested + tested,
-    passed=stats.passed + passed,
+    tested=stats.tested.at[:, :n].add(tested),
+    passed=stats.passed.at[:, :n].add(passed),
     empty_residuals=stats.empty_residuals + (fault & EMPTY_RESIDUAL),
   )
 

@@ -49,7 +49,7 @@ def generate(
   key: Key,
   max_new_tokens: int | Sequence[int],
   verifier: Verifier = verify.rejection,
-  warp: Warp = warps.Temperature(1.0),
+  warp: Warp = warps.UNCHANGED,
   eos: Sequence[int] = (),
   min_new_tokens: int | Sequence[int] = 0,
 ) -> Result:

@@ -1,4 +1,4 @@
-"""Sampling transforms: logits to logits, applied alike to every row that counts.
+"""Sampling transforms: logits to logits, alike for every row that counts.
 
 A warp is a callable pytree. Its numbers are leaves, so a sweep over them traces
 once; which warps are composed is structure. Every warp returns float32, keeps
@@ -17,18 +17,9 @@ from specjax.types import Array, Warp
 
 
 def _warp(cls):
-  return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_warp
-class Temperature:
-  """Divides logits by `temperature` > 0; for 0 use `Greedy`."""
-
-  temperature: float | Array = 1.0
-
-  def __call__(self, logits: Array) -> Array:
-    """Maps `[..., V]` to `[..., V]`."""
-    return logits.astype(jnp.float32) / self.temperature
+  return jax.tree_util.register_dataclass(
+    dataclasses.dataclass(frozen=True)(cls)
+  )
 
 
 @_warp
@@ -42,6 +33,31 @@ class Greedy:
     chosen = jnp.arange(logits.shape[-1]) == best
     broken = jnp.isnan(logits).any(-1, keepdims=True)
     return jnp.where(chosen, jnp.where(broken, jnp.nan, 0.0), -jnp.inf)
+
+
+@_warp
+class Temperature:
+  """Divides logits by a scalar `temperature`; at 0 it is `Greedy`.
+
+  Zero is not a small number: ties would then be drawn at random. It is the
+  other branch, in the same compiled program.
+  """
+
+  temperature: float | Array = 1.0
+
+  def __call__(self, logits: Array) -> Array:
+    """Maps `[..., V]` to `[..., V]`."""
+    temperature = jnp.asarray(self.temperature, jnp.float32)
+    return jax.lax.cond(
+      temperature == 0,
+      Greedy(),
+      lambda logits: logits.astype(jnp.float32) / temperature,
+      logits,
+    )
+
+
+# The model's own law; also the default where a warp is asked for.
+UNCHANGED = Temperature(1.0)
 
 
 @_warp
@@ -117,17 +133,17 @@ def compose(*warps: Warp) -> Warp:
   return _Composed(tuple(warps))
 
 
-def from_temperature(temperature: float) -> Warp:
-  """`Greedy()` at 0, else `Temperature(temperature)`.
+def temperature(value: float) -> Warp:
+  """`Temperature(value)`, checked; 0 is greedy.
 
   Raises:
-    ValueError: if `temperature` is negative, infinite or NaN.
+    ValueError: if `value` is negative, infinite or NaN.
   """
-  if not 0 <= temperature < float('inf'):
+  if not 0 <= value < float('inf'):
     raise ValueError(
-      f'temperature is {temperature}: it must be 0 (greedy) or positive'
+      f'temperature is {value}: it must be 0 (greedy) or positive'
     )
-  return Temperature(float(temperature)) if temperature else Greedy()
+  return Temperature(float(value))
 
 
 def _keep(logits: Array, kept: Array) -> Array:

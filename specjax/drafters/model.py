@@ -41,7 +41,7 @@ class ModelDrafter:
 
   model: LanguageModel
   k: int = dataclasses.field(metadata={'static': True})
-  warp: Warp = warps.Temperature(1.0)
+  warp: Warp = warps.UNCHANGED
 
   def init(self, target, batch, size):
     """An empty cache.
@@ -98,9 +98,7 @@ class ModelDrafter:
       grow, (own, token), jnp.arange(1, self.k)
     )
     chain = jnp.concatenate([token[:, None], more.T], 1)
-    laws = jnp.concatenate(
-      [logits[:, None], more_logits.transpose(1, 0, 2)], 1
-    )
+    laws = jnp.concatenate([logits[:, None], more_logits.transpose(1, 0, 2)], 1)
     # The pending token and all but the last drafted one lie in the cache, but
     # only `observe` learns which of them came true.
     own = own._replace(length=length - 1)

@@ -95,9 +95,7 @@ def _recent_in_chain(tokens: Array, past: list[Array]) -> list[Array]:
 
 
 def _recent_in_tree(block: Block, past: list[Array]) -> list[Array]:
-  node = jnp.broadcast_to(
-    jnp.arange(block.tokens.shape[1]), block.tokens.shape
-  )
+  node = jnp.broadcast_to(jnp.arange(block.tokens.shape[1]), block.tokens.shape)
   above = jnp.zeros_like(node)  # how many committed tokens back, once outside
   recent = []
   for _ in range(len(past) + 1):

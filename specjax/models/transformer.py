@@ -124,9 +124,7 @@ class Transformer(nnx.Module):
     """Initialises the weights from `rngs.params`."""
     self.config = config
     self.embedding = _weight(rngs, config, (config.vocab_size, config.width))
-    self.layers = nnx.List(
-      [Layer(config, rngs) for _ in range(config.layers)]
-    )
+    self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
     self.norm = nnx.Param(jnp.ones(config.width))
     if not config.tied:
       self.head = _weight(rngs, config, (config.vocab_size, config.width))
@@ -162,7 +160,12 @@ class Transformer(nnx.Module):
     """
     visible = trees.ancestors(block.parents, block.tokens.shape[1])
     positions = cache.length[:, None] + trees.depths(visible)
-    return self._run(block.tokens, positions, visible, cache, taps)
+    output, rows = self._run(block.tokens, positions, visible, cache, taps)
+    # A layer's rows are known before its attention has read the cache, and XLA
+    # would copy every buffer so as to write them early. Made to depend on what
+    # comes last, they are written in place. (A barrier does not achieve it.)
+    sound = jnp.isfinite(output.features[:, -1, -1])[:, None, None, None]
+    return output, jax.tree.map(lambda r: jnp.where(sound, r, jnp.nan), rows)
 
   def commit(
     self, cache: caches.Cache, rows: tuple, kept: Array, chain: bool = True
@@ -230,7 +233,7 @@ def _norm(x: Array, scale: Array, eps: float) -> Array:
 
 
 def _rotate(x: Array, angles: Array) -> Array:
-  """Rotary positions; pairs are (i, i + D / 2). (Su et al., arXiv 2104.09864)"""
+  """Rotary positions on pairs (i, i + D / 2). (Su et al., arXiv 2104.09864)"""
   a, b = jnp.split(x, 2, -1)
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

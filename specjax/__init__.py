@@ -1,0 +1,67 @@
+"""Speculative decoding in JAX: exact decoding, and drafts distilled for it.
+
+This list is the public interface.
+"""
+
+from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
+from specjax.drafters.none import NoDrafter
+from specjax.generate import Result, generate
+from specjax.models.markov import Markov
+from specjax.models.transformer import Transformer, TransformerConfig
+from specjax.types import (
+  Batch,
+  Block,
+  Draft,
+  Drafter,
+  Keys,
+  LanguageModel,
+  Noise,
+  Output,
+  Trainable,
+  Verdict,
+  Verifier,
+  Warp,
+)
+from specjax.verify import rejection, sampler_match
+from specjax.warps import Greedy, MinP, Temperature, TopK, TopP, compose
+
+__version__ = '0.1.0'
+
+__all__ = [
+  'Batch',
+  'Block',
+  'DecodeState',
+  'Draft',
+  'Drafter',
+  'Greedy',
+  'Keys',
+  'LanguageModel',
+  'Markov',
+  'MinP',
+  'ModelDrafter',
+  'NGram',
+  'NoDrafter',
+  'Noise',
+  'Output',
+  'Result',
+  'Round',
+  'Stats',
+  'Temperature',
+  'TopK',
+  'TopP',
+  'Trainable',
+  'Transformer',
+  'TransformerConfig',
+  'Verdict',
+  'Verifier',
+  'Warp',
+  'advance',
+  'compose',
+  'generate',
+  'prefill',
+  'rejection',
+  'sampler_match',
+  'step',
+]
