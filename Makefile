@@ -1,0 +1,51 @@
+# Everything runs in .venv, which is made here and kept up to date.
+
+PYTHON ?= python3
+VENV ?= .venv
+STAMP := $(VENV)/.installed
+
+# Compiled programs are kept between runs: the tests take a fraction of the time.
+RUN = JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cache/jax" \
+	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint clean
+
+help: ## list what there is to do
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
+		sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
+		while IFS='|' read -r name what; do printf '%-18s %s\n' "$$name" "$$what"; done
+
+demo: $(STAMP) ## train a target, distil drafts, measure the speedup (12 minutes)
+	$(RUN) train/pretrain.py --config configs/demo.py
+	$(RUN) eval/ablation.py --config configs/demo.py
+	$(RUN) eval/speedup.py --config configs/demo.py
+	$(RUN) eval/generate.py --prompt "def main("
+
+test: $(STAMP) ## run the tests but the slow ones
+	$(RUN) -m pytest -q -m "not slow"
+
+test-slow: $(STAMP) ## run the slow tests
+	$(RUN) -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: there is none
+
+lint: $(STAMP) ## check style and formatting
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The stamp comes last: an install that was interrupted is done again.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		> /dev/null 2>&1 || { echo "make: $(PYTHON) is no Python 3.11 or newer;" \
+		"name one with make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "installing into $(VENV) (once, a minute or two) ..."
+	@rm -f $@ && mkdir -p $(VENV)
+	@{ $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install \
+		--disable-pip-version-check --editable '.[dev]'; } \
+		> $(VENV)/install.log 2>&1 || { \
+		grep -v 'already satisfied' $(VENV)/install.log | tail -n 15 >&2; \
+		echo "make: the install failed; all of it is in $(VENV)/install.log" >&2; exit 1; }
+	@touch $@
