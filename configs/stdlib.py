@@ -1,0 +1,87 @@
+"""A draft for a small target, on the source of Python's standard library.
+
+    python train/pretrain.py --config configs/stdlib.py
+    python train/distill.py --config configs/stdlib.py
+
+The corpus is on every machine that runs Python, so nothing is downloaded. On
+two CPU cores the target takes about six minutes, the draft about two.
+`configs/stdlib.py:tiny` does all of it in seconds and learns nothing.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config(variant: str = '') -> config_dict.ConfigDict:
+  """The configuration; `variant` is '' or 'tiny'."""
+  config = config_dict.ConfigDict()
+  config.workdir = 'runs/stdlib'
+
+  config.corpus = corpus = config_dict.ConfigDict()
+  corpus.name = 'stdlib'
+  corpus.tokenizer = 'bpe'  # byte-level, trained on the train split; or 'bytes'
+  corpus.vocab_size = 4096  # a larger one costs the draft more than it gains
+  corpus.window = 256  # tokens; a window costs its square only in attention
+
+  config.target = target = config_dict.ConfigDict()
+  target.width = 384
+  target.layers = 8  # deep enough that a draft of one layer is 20 times cheaper
+  target.heads = 6  # of 64, the usual size
+  target.kv_heads = 2  # a third of the cache to read at every step
+  target.hidden = 1024  # 8/3 of the width: as many parameters as a plain 4
+  target.dtype = 'float32'  # exact under speculation; bfloat16 flips near-ties
+
+  config.draft = draft = config_dict.ConfigDict()
+  draft.width = 128
+  draft.layers = 1  # its head over the vocabulary costs as much as two more
+  draft.heads = 2
+  draft.kv_heads = 2
+  draft.hidden = 344
+  draft.dtype = 'float32'
+
+  config.pretrain = pretrain = config_dict.ConfigDict()
+  pretrain.steps = 400  # under one pass: there is no time to overfit
+  pretrain.batch = 4  # small: many updates matter most in a short run
+  pretrain.learning_rate = 2e-3
+  pretrain.warmup = 40  # a tenth; then a cosine to zero
+  pretrain.weight_decay = 0.1
+  pretrain.clip = 1.0  # of the gradient's norm
+  pretrain.eval_every = 100
+  pretrain.checkpoint_every = 100  # half a minute of work is lost at most
+  pretrain.seed = 0
+
+  config.distill = distill = config_dict.ConfigDict()
+  distill.steps = 400
+  distill.batch = 4
+  distill.learning_rate = 4e-3  # a small model bears a higher one
+  distill.warmup = 40
+  distill.weight_decay = 0.0  # too small to overfit
+  distill.clip = 1.0
+  distill.eval_every = 100
+  distill.checkpoint_every = 100
+  distill.seed = 1
+
+  config.loss = loss = config_dict.ConfigDict()
+  loss.kl_weight = 3.0  # KL to the target per unit of cross entropy; inf is all
+
+  config.decode = decode = config_dict.ConfigDict()
+  decode.k = 6  # tokens drafted per round
+  decode.temperature = 1.0  # 0 is greedy
+  decode.max_new_tokens = 256
+  decode.prompts = 8
+  decode.prompt_length = 32
+
+  if variant == 'tiny':
+    config.workdir = 'runs/stdlib-tiny'
+    corpus.tokenizer, corpus.vocab_size = 'bytes', 256
+    corpus.window = 32
+    for model in (target, draft):
+      model.width, model.layers, model.hidden = 32, 1, 64
+      model.heads, model.kv_heads = 2, 1
+    for training in (pretrain, distill):
+      training.steps, training.batch, training.warmup = 4, 2, 1
+      training.eval_every = training.checkpoint_every = 2
+    decode.k, decode.max_new_tokens = 2, 8
+    decode.prompts, decode.prompt_length = 2, 4
+  elif variant:
+    raise ValueError("there is no such variant; there is 'tiny'")
+  return config

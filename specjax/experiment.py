@@ -1,0 +1,264 @@
+"""The edge: command lines and configuration pages become plain arguments.
+
+The only module that sees a `ConfigDict`. A page, `configs/x.py`, has a function
+`get_config(variant='')`; `configs/x.py:tiny` calls it with 'tiny'. Every value
+of it can be given on the command line, `--config.loss.kl_weight=1`. What is
+misspelt or of another type is refused in one line before any work, with exit
+code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from absl import app as absl_app
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from specjax import runs
+
+Path = pathlib.Path
+
+_GO_ON = ': the same command goes on from the newest checkpoint'
+
+# A flag is listed by --help if the script that was started defined it.
+flags.disclaim_key_flags()
+
+
+def app(
+  main: Callable[[config_dict.ConfigDict, Path], Any],
+  default: str | None = None,
+  resumable: bool = False,
+) -> NoReturn:
+  """Runs a script.
+
+  The configuration is the page named by `--config`; without one that of the run
+  named by `--workdir`; without either `default`, or that of the newest run. The
+  script may define further absl flags of its own.
+
+  Args:
+    main: is given the locked configuration and the run folder, `--workdir` or
+      the configuration's `workdir`.
+    default: the page to use, such as 'configs/stdlib.py'; None for scripts that
+      look at a run that exists.
+    resumable: whether the same command goes on after an interruption.
+  """
+  flags.DEFINE_string(
+    'config',
+    None,
+    'configuration page, configs/x.py or configs/x.py:tiny; override its '
+    f'values with --config.section.key=value (default: {default or "the run"})',
+  )
+  flags.DEFINE_string(
+    'workdir', None, 'run folder (default: named by the page)'
+  )
+  rest, overrides = split(sys.argv)
+
+  def parse(argv: Sequence[str]) -> list[str]:
+    try:
+      extra = flags.FLAGS(argv)[1:]
+    except flags.Error as error:
+      fail(error)
+    except SystemExit:  # absl's --help ends with 1
+      sys.exit(0)
+    if extra:
+      hint = ' (a page is named with --config)' if '.py' in extra[0] else ''
+      fail(f'unexpected argument {extra[0]!r}{hint}')
+    return list(argv[:1])
+
+  def run(_: Sequence[str]) -> None:
+    try:
+      source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
+      config = override(load(source), overrides)
+      main(config, Path(flags.FLAGS.workdir or config.workdir))
+    except KeyboardInterrupt:
+      print(f'\ninterrupted{_GO_ON if resumable else ""}', file=sys.stderr)
+      sys.exit(130)
+    except (ValueError, TypeError, OSError) as error:
+      if not deliberate(error):
+        raise
+      fail(error)
+
+  absl_app.run(run, argv=rest, flags_parser=parse)
+
+
+def fail(message: object) -> NoReturn:
+  """Ends the process as for a mistake of the user: one line, exit code 2."""
+  text = ' '.join(str(message).split())
+  print(f'specjax: error: {text}', file=sys.stderr)
+  sys.exit(2)
+
+
+def deliberate(error: BaseException) -> bool:
+  """Whether an error was raised by specjax or the script, and meant for users.
+
+  Other errors, even of the same type, are faults that want a traceback.
+  """
+  frame = traceback.extract_tb(error.__traceback__)[-1]
+  ours = Path(__file__).parent, Path(sys.argv[0]).resolve().parent
+  path = Path(frame.filename).resolve()
+  return (frame.line or '').startswith('raise ') and any(
+    path.is_relative_to(folder) for folder in ours
+  )
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Parts a command line into ordinary arguments and `--config.key` ones."""
+  rest, overrides = list(argv[:1]), []
+  pending = list(argv[1:])
+  while pending:
+    argument = pending.pop(0)
+    if not argument.startswith(('--config.', '-config.', '--noconfig.')):
+      rest.append(argument)
+      continue
+    apart = '=' not in argument and pending and not pending[0].startswith('--')
+    overrides.append(f'{argument}={pending.pop(0)}' if apart else argument)
+  return rest, overrides
+
+
+def load(source: str | Path) -> config_dict.ConfigDict:
+  """Loads a configuration.
+
+  Args:
+    source: `page.py`, `page.py:variant`, or the `config.json` of a run.
+
+  Returns:
+    The configuration, locked.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it cannot be loaded, or a value has lost its type.
+  """
+  name, _, variant = str(source).partition(':')
+  path = Path(name)
+  if not path.is_file():
+    pages = [page.as_posix() for page in Path('configs').glob('*.py')]
+    raise FileNotFoundError(
+      f'no configuration {name}{_nearest(path.as_posix(), pages)}'
+    )
+  if path.suffix == '.json':
+    config = config_dict.ConfigDict(_tuples(runs.read_json(path)))
+  else:
+    config = _page(path, variant)
+  for key, holder, field in _fields(config):
+    if holder.get_type(field) is type(None):
+      # ml_collections would now take anything for it, whatever it was before.
+      raise ValueError(
+        f'{source}: config.{key} is None and so has no type: give it a value, '
+        'or config_dict.placeholder(int) to ask for one'
+      )
+  return config.lock()
+
+
+def override(
+  config: config_dict.ConfigDict, arguments: Sequence[str]
+) -> config_dict.ConfigDict:
+  """Sets values of a configuration.
+
+  Args:
+    config: a locked configuration, changed in place.
+    arguments: such as `--config.loss.kl_weight=1`. An int will do for a float,
+      and `inf` is one.
+
+  Returns:
+    The configuration.
+
+  Raises:
+    ValueError: there is no such key, a value is of another type, or a value
+      that must be given is not.
+  """
+  fields = list(_fields(config))
+  keys = [key for key, _, _ in fields]
+  defaults = [holder[field] for _, holder, field in fields]
+  for argument in arguments:
+    key = argument.partition('config.')[2].partition('=')[0]
+    inside = [name for name in keys if name.startswith(f'{key}.')]
+    if inside:
+      raise ValueError(
+        f'config.{key} is a section: set a value of it, as config.{inside[0]}'
+      )
+    if key not in keys:
+      raise ValueError(f'there is no config.{key}{_nearest(key, keys)}')
+  values, argv = flags.FlagValues(), ['', *arguments]
+  try:
+    config_flags.DEFINE_config_dict(
+      'config', config, flag_values=values, sys_argv=argv
+    )
+    values(argv)
+  except flags.Error as error:
+    raise ValueError(str(error)) from error
+  for (key, holder, field), default in zip(fields, defaults, strict=True):
+    if holder[field] is None:
+      kind = holder.get_type(field).__name__
+      raise ValueError(f'config.{key} must be given: --config.{key}={kind}')
+    if isinstance(default, tuple) and holder[field] != default:
+      holder[field] = _elements(key, holder[field], default)
+  return config
+
+
+def _source(page: str | None, workdir: str | None, default: str | None) -> Any:
+  """Where the configuration comes from; see `app`."""
+  if page:
+    return page
+  if workdir and ((Path(workdir) / 'config.json').exists() or not default):
+    return Path(workdir) / 'config.json'
+  if default:
+    return default
+  run = runs.newest()
+  print(f'run: {run} (the newest; another with --workdir)', file=sys.stderr)
+  return run / 'config.json'
+
+
+def _page(path: Path, variant: str) -> config_dict.ConfigDict:
+  """Runs a configuration page."""
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    return module.get_config(variant)
+  except Exception as error:  # a page is the user's own program
+    where = f'{path}:{variant}' if variant else f'{path}'
+    kind = '' if type(error) is ValueError else f'{type(error).__name__}: '
+    raise ValueError(f'{where}: {kind}{error}') from error
+
+
+def _fields(
+  config: config_dict.ConfigDict, prefix: str = ''
+) -> Iterator[tuple[str, config_dict.ConfigDict, str]]:
+  """Every value: its dotted key, the section that holds it, its name there."""
+  for name, value in config.items():
+    if isinstance(value, config_dict.ConfigDict):
+      yield from _fields(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}', config, name
+
+
+def _elements(key: str, given: tuple, default: tuple) -> tuple:
+  """Gives elements the type of the default's, which absl does not look at."""
+  kind = type(default[0]) if default else str
+  # A tuple with `inf` in it arrives as one string.
+  texts = ','.join(map(str, given)).strip('()[] ').split(',')
+  try:
+    return tuple(kind(text.strip()) for text in texts if text.strip())
+  except ValueError as error:
+    raise ValueError(
+      f'--config.{key}: {error}; it takes values of type {kind.__name__}'
+    ) from error
+
+
+def _tuples(value: Any) -> Any:
+  """JSON has lists where a page has tuples."""
+  if isinstance(value, dict):
+    return {key: _tuples(child) for key, child in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+  near = difflib.get_close_matches(name, list(names), n=1)
+  return f'; did you mean {near[0]}?' if near else ''

@@ -1,0 +1,175 @@
+"""Run folders: one place for all that a training run leaves behind.
+
+`<run>/config.json` is the configuration its models were made with, as plain
+JSON except that Python's `Infinity` and `NaN` are allowed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Path = pathlib.Path
+
+ABSENT = '(absent)'
+
+
+def write_json(path: str | Path, value: Any) -> None:
+  """Writes a JSON file: all of it or, if interrupted, nothing."""
+  path = Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  draft = path.with_name(f'.{path.name}.{os.getpid()}')
+  draft.write_text(json.dumps(value, indent=2) + '\n')
+  draft.replace(path)
+
+
+def read_json(path: str | Path) -> Any:
+  """Reads a JSON file.
+
+  Args:
+    path: the file.
+
+  Returns:
+    Its value.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: it is not JSON.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise FileNotFoundError(f'there is no file {path}')
+  try:
+    return json.loads(path.read_text())
+  except ValueError as error:
+    raise ValueError(f'{path} is not JSON: {error}') from error
+
+
+def newest(root: str | Path = 'runs') -> Path:
+  """The run folder whose configuration was written last.
+
+  Args:
+    root: where run folders are.
+
+  Returns:
+    The folder.
+
+  Raises:
+    FileNotFoundError: there is no run.
+  """
+  configs = list(Path(root).glob('*/config.json'))
+  if not configs:
+    raise FileNotFoundError(
+      f'no run under {root}/: make one with `make demo`, or with '
+      '`python train/distill.py --config configs/stdlib.py`'
+    )
+  return max(configs, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def open_run(
+  directory: str | Path,
+  config: Mapping[str, Any],
+  frozen: Iterable[str],
+  fresh: Iterable[str] = (),
+) -> Path:
+  """Makes a run folder, or reopens it if its configuration still holds.
+
+  Args:
+    directory: the folder.
+    config: the configuration, JSON values by section.
+    frozen: the sections that what is already in the folder depends on; they
+      must be as they were.
+    fresh: the sections that are replaced by the new values. Those in neither
+      list stay as they were.
+
+  Returns:
+    The folder. Its `config.json` is now the newest.
+
+  Raises:
+    ValueError: a frozen section has changed.
+  """
+  directory = Path(directory)
+  path = directory / 'config.json'
+  # Through JSON, so that a tuple equals the list that it was written as.
+  config = json.loads(json.dumps(config))
+  if path.exists():
+    old = read_json(path)
+    refuse_changes(directory, old, config, frozen)
+    config = {**config, **old, **{name: config[name] for name in fresh}}
+  write_json(path, config)
+  return directory
+
+
+def refuse_changes(
+  directory: str | Path,
+  old: Mapping[str, Any],
+  new: Mapping[str, Any],
+  sections: Iterable[str],
+) -> None:
+  """Compares sections of two configurations.
+
+  Args:
+    directory: the run they belong to, for the message.
+    old: what the run was made with, as JSON.
+    new: what it shall go on with, as JSON.
+    sections: the names of the sections to compare.
+
+  Raises:
+    ValueError: they differ; the message lists every value that does.
+  """
+  changes = []
+  for section in sections:
+    before = dict(_leaves(section, old.get(section, {})))
+    after = dict(_leaves(section, new.get(section, {})))
+    for key in sorted({*before, *after}):
+      pair = before.get(key, ABSENT), after.get(key, ABSENT)
+      if pair[0] != pair[1]:
+        changes.append(f'{key}: {pair[0]} -> {pair[1]}')
+  if changes:
+    raise ValueError(
+      f'{directory} was made with another config ({"; ".join(changes)}): name '
+      'another folder with --workdir, or go back to the old values'
+    )
+
+
+def device() -> dict[str, Any]:
+  """What the programs run on."""
+  import jax  # here, so that a mistyped command is refused at once
+
+  first = jax.devices()[0]
+  return {
+    'platform': first.platform,
+    'kind': first.device_kind,
+    'count': jax.device_count(),
+    'cpu': _cpu_name(),
+    'cpu_count': os.cpu_count(),
+  }
+
+
+def versions() -> dict[str, str]:
+  """The versions that a measurement depends on."""
+  names = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
+  return {
+    'python': platform.python_version(),
+    **{name: importlib.metadata.version(name) for name in names},
+  }
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+  if not isinstance(value, Mapping):
+    yield path, value
+    return
+  for key, child in value.items():
+    yield from _leaves(f'{path}.{key}', child)
+
+
+def _cpu_name() -> str:
+  info = Path('/proc/cpuinfo')
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = (line.split(':')[1].strip() for line in lines if 'model name' in line)
+  return next(names, platform.machine())
