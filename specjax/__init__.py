@@ -7,7 +7,7 @@ from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
-from specjax.generate import Result, generate
+from specjax.generation import Result, generate
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import (

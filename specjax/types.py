@@ -54,9 +54,7 @@ class Draft:
   parents: Array | None = None
   logits: Array | None = None
   valid: Array | None = None
-  siblings: str = dataclasses.field(
-    default='single', metadata={'static': True}
-  )
+  siblings: str = dataclasses.field(default='single', metadata={'static': True})
 
 
 class Output(NamedTuple):
@@ -208,9 +206,7 @@ class Drafter(Protocol):
 class Trainable(Protocol):
   """A drafter with parameters of its own to distil."""
 
-  def score(
-    self, target: LanguageModel, batch: Batch, output: Output
-  ) -> Array:
+  def score(self, target: LanguageModel, batch: Batch, output: Output) -> Array:
     """Features `[B, T, H, D']` that predict token `t + 1 + h` from `<= t`."""
 
   def unembed(self, target: LanguageModel, features: Array) -> Array:
