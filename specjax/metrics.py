@@ -43,7 +43,7 @@ from specjax import losses
 from specjax.types import Array
 
 if TYPE_CHECKING:
-  from specjax import generate
+  from specjax import generation
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
@@ -128,7 +128,7 @@ def repetition(rows: Iterable[Sequence[int]], n: int = 4) -> float | None:
   return _ratio(total - distinct, total)
 
 
-def summarize(*results: generate.Result) -> dict[str, Any]:
+def summarize(*results: generation.Result) -> dict[str, Any]:
   """Counts and rates of one or several runs, ready for JSON.
 
   Args:
