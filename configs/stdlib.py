@@ -18,6 +18,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.corpus = corpus = config_dict.ConfigDict()
   corpus.name = 'stdlib'
+  corpus.text_field = ''  # of a catalogue set, where it has several
   corpus.tokenizer = 'bpe'  # byte-level, trained on the train split; or 'bytes'
   corpus.vocab_size = 4096  # a larger one costs the draft more than it gains
   corpus.window = 256  # tokens; a window costs its square only in attention
@@ -30,7 +31,9 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   target.hidden = 1024  # 8/3 of the width: as many parameters as a plain 4
   target.dtype = 'float32'  # exact under speculation; bfloat16 flips near-ties
 
-  config.draft = draft = config_dict.ConfigDict()
+  config.draft = config_dict.ConfigDict()
+  config.draft.drafter = 'model'  # a file of specjax/drafters
+  config.draft.model = draft = config_dict.ConfigDict()
   draft.width = 128
   draft.layers = 1  # its head over the vocabulary costs as much as two more
   draft.heads = 2
@@ -45,8 +48,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   pretrain.warmup = 40  # a tenth; then a cosine to zero
   pretrain.weight_decay = 0.1
   pretrain.clip = 1.0  # of the gradient's norm
-  pretrain.eval_every = 100
-  pretrain.checkpoint_every = 100  # half a minute of work is lost at most
+  pretrain.eval_every = 100  # steps between evaluations and checkpoints
+  pretrain.eval_windows = 32  # held-out windows that the loss is taken on
   pretrain.seed = 0
 
   config.distill = distill = config_dict.ConfigDict()
@@ -57,11 +60,15 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   distill.weight_decay = 0.0  # too small to overfit
   distill.clip = 1.0
   distill.eval_every = 100
-  distill.checkpoint_every = 100
   distill.seed = 1
 
   config.loss = loss = config_dict.ConfigDict()
   loss.kl_weight = 3.0  # KL to the target per unit of cross entropy; inf is all
+
+  config.validation = validation = config_dict.ConfigDict()
+  validation.sequences = 64  # that the target writes, on held-out prompts
+  validation.prompt_length = 32
+  validation.tokens = 96
 
   config.decode = decode = config_dict.ConfigDict()
   decode.k = 6  # tokens drafted per round
@@ -79,7 +86,9 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
       model.heads, model.kv_heads = 2, 1
     for training in (pretrain, distill):
       training.steps, training.batch, training.warmup = 4, 2, 1
-      training.eval_every = training.checkpoint_every = 2
+      training.eval_every = 2
+    validation.sequences, validation.prompt_length = 4, 4
+    validation.tokens = 8
     decode.k, decode.max_new_tokens = 2, 8
     decode.prompts, decode.prompt_length = 2, 4
   elif variant:

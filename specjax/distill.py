@@ -10,7 +10,7 @@ students behind one shared pass of the target.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -209,14 +209,13 @@ def measure(
   def position(own, theirs, labels):
     q, p = drafter.unembed(target, own), target.unembed(theirs)
     log_q, log_p = jax.nn.log_softmax(warp(q)), jax.nn.log_softmax(warp(p))
-    pick = lambda law: jnp.take_along_axis(law, labels[..., None], -1)[..., 0]
     return {
       'acceptance': metrics.acceptance(log_p, log_q),
       'kl': metrics.kl(log_p, log_q),
       'nats': losses.cross_entropy(q, labels),
       'target_nats': losses.cross_entropy(p, labels),
-      'log_p': pick(log_p),
-      'log_q': pick(log_q),
+      'log_p': _pick(log_p, labels),
+      'log_q': _pick(log_q, labels),
     }
 
   values = _by_chunks(position, own, output.features, labels)
@@ -228,6 +227,21 @@ def measure(
     *metrics.block_efficiency(log_p, log_q, weight > 0, k)
   )
   return sums
+
+
+def means(
+  parts: Iterable[dict[str, tuple[Array, Array]]],
+) -> dict[str, Array]:
+  """Divides once what `measure` gave for several batches."""
+  total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
+  return {
+    name: value / jnp.maximum(weight, 1.0)
+    for name, (value, weight) in total.items()
+  }
+
+
+def _pick(law: Array, labels: Array) -> Array:
+  return jnp.take_along_axis(law, labels[..., None], -1)[..., 0]
 
 
 def _ahead(batch: Batch, horizon: int) -> tuple[Array, Array]:

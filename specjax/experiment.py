@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from absl import app as absl_app
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_dict, config_flags
 
 from specjax import runs
@@ -73,6 +73,7 @@ def app(
     return list(argv[:1])
 
   def run(_: Sequence[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it opens
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
       config = override(load(source), overrides)

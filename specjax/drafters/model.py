@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import draws, warps
+from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Array, Block, Draft, LanguageModel, Warp
 
 # Rows to feed at a time when the memory is far behind, as after a prompt.
@@ -132,3 +133,9 @@ class ModelDrafter:
     block = Block(jnp.take_along_axis(tokens, inside, 1))
     output, rows = self.model.extend(block, own)
     return output, self.model.commit(own, rows, index < end[:, None])
+
+
+def build(config, vocab_size, rngs) -> ModelDrafter:
+  """Reads `k` and, under `model`, the sizes of a transformer."""
+  sizes = TransformerConfig(vocab_size=vocab_size, **config['model'])
+  return ModelDrafter(Transformer(sizes, rngs), config['k'])

@@ -61,3 +61,8 @@ class NGram:
     valid = (longest[best] > 0) & (follow < length)
     follow = jnp.minimum(follow, tokens.shape[0] - 1)
     return jnp.where(valid, tokens[follow], 0), valid
+
+
+def build(config, vocab_size, rngs) -> NGram:
+  """Reads `k`."""
+  return NGram(config['k'])

@@ -31,3 +31,8 @@ class NoDrafter:
   def at(self, k: int) -> NoDrafter:
     """Itself, whatever the length."""
     return self
+
+
+def build(config, vocab_size, rngs) -> NoDrafter:
+  """Needs no configuration."""
+  return NoDrafter()

@@ -1,0 +1,87 @@
+"""The training loop: resume, step, evaluate, log, save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoint import Checkpoints
+from specjax.distill import TrainState
+from specjax.logs import Logger, Progress
+from specjax.types import Batch
+
+
+def fit(
+  state: TrainState,
+  step: Callable[[TrainState, Batch], tuple[TrainState, Mapping[str, Any]]],
+  batches: Sequence[Batch],
+  evaluate: Callable[[Any], Mapping[str, float]],
+  *,
+  steps: int,
+  every: int,
+  folder: Path,
+  log: Path,
+  meta: Mapping[str, Any],
+  score: str | None = None,
+  tokens: int = 1,
+) -> TrainState:
+  """Trains from the newest checkpoint, or from `state` where there is none.
+
+  Batch i is a function of i, so the number of the next step is all the
+  position there is, and a run that was killed goes on to the same bits.
+
+  Args:
+    state: before the first step.
+    step: one update, compiled; it may donate its state.
+    batches: indexed by step.
+    evaluate: scalars of a model on held-out text.
+    steps: updates in all.
+    every: updates between evaluations, each of which is logged and saved.
+    folder: of the checkpoints.
+    log: of the scalars, without a suffix.
+    meta: kept with every checkpoint.
+    score: the scalar whose highest value marks the best checkpoint.
+    tokens: in a batch, for the rate.
+
+  Returns:
+    The state after the last step.
+
+  Raises:
+    FloatingPointError: if the loss is not finite; the newest checkpoint is the
+      last good one.
+  """
+  checkpoints = Checkpoints(folder)
+  done = checkpoints.latest() or 0
+  if done:
+    saved = checkpoints.restore(done, {'model': state.model, 'opt': state.opt})
+    state = TrainState(**saved, step=state.step + done)
+  if done >= steps:
+    return state
+  with (
+    Logger(log, step=done or -1) as logger,
+    Progress(
+      steps, log.name, initial=done, unit='tokens', scale=tokens
+    ) as progress,
+  ):
+    for i in progress:
+      state, scalars = step(state, batches[i])
+      if (i + 1) % every and i + 1 < steps:
+        continue
+      values = {name: float(value) for name, value in scalars.items()}
+      if not math.isfinite(values['loss']):
+        raise FloatingPointError(
+          f'the loss is {values["loss"]} at step {i + 1}: lower the learning'
+          f' rate; {folder} keeps step {checkpoints.latest()}'
+        )
+      values.update(evaluate(state.model))
+      logger.write(i + 1, **values)
+      progress.show(**values)
+      checkpoints.save(
+        i + 1,
+        {'model': state.model, 'opt': state.opt},
+        meta,
+        score=values[score] if score else None,
+      )
+  return state

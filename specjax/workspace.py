@@ -1,0 +1,198 @@
+"""A run: its folder, and the objects that its configuration describes.
+
+runs/<name>/
+  config.json  corpus.json  tokenizer.json
+  target/  draft/        checkpoints, by step
+  rollouts/              held-out text that the target wrote
+  logs/                  JSON lines and TensorBoard events
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from specjax import (
+  checkpoint,
+  corpora,
+  data,
+  drafters,
+  files,
+  generation,
+  runs,
+  tokenizers,
+  warps,
+)
+from specjax.drafters.none import NoDrafter
+from specjax.models.transformer import Transformer, TransformerConfig
+from specjax.types import Batch, Drafter
+
+
+class Workspace:
+  """What the scripts share.
+
+  Attributes:
+    folder: of the run.
+    config: its configuration, plain nested dictionaries.
+  """
+
+  def __init__(self, folder: Path, config: Mapping[str, Any]):
+    """Opens a run; nothing is read before it is needed."""
+    self.folder = Path(folder)
+    self.config = config
+
+  @functools.cached_property
+  def corpus(self) -> corpora.Corpus:
+    """The corpus, prepared if need be.
+
+    Raises:
+      ValueError: it is not the one that the run began with.
+    """
+    wanted = self.config['corpus']
+    corpus = corpora.load(
+      wanted['name'], text_field=wanted['text_field'] or None
+    )
+    record = self.folder / 'corpus.json'
+    if not record.exists():
+      runs.write_json(record, corpus.describe())
+    began = runs.read_json(record)['hash']
+    if corpus.hash != began:
+      raise ValueError(
+        f'corpus {corpus.name!r} has changed since {self.folder} began (hash'
+        f' {began[:12]}, now {corpus.hash[:12]}): start another run with'
+        ' --workdir'
+      )
+    return corpus
+
+  @functools.cached_property
+  def tokenizer(self) -> tokenizers.Tokenizer:
+    """The run's tokenizer, trained on the train split if there is none."""
+    path = self.folder / 'tokenizer.json'
+    if not path.exists():
+      self._new_tokenizer().save(path)
+    return tokenizers.load(path)
+
+  def ids(self, split: str) -> np.ndarray:
+    """`[N]` ids of a split."""
+    return data.encode_split(self.corpus, split, self.tokenizer)
+
+  def windows(self, split: str) -> data.Windows:
+    """The split's training windows."""
+    window = self.config['corpus']['window']
+    return data.Windows(self.ids(split), self.tokenizer.eos_id, window)
+
+  def prompts(self, split: str, count: int, length: int) -> list[list[int]]:
+    """Starts of held-out documents."""
+    eos = self.tokenizer.eos_id
+    return data.prompts(self.ids(split), eos, count, length, seed=0).tolist()
+
+  def new_target(self, seed: int) -> Transformer:
+    """An untrained target."""
+    sizes = TransformerConfig(
+      vocab_size=self.tokenizer.vocab_size, **self.config['target']
+    )
+    return Transformer(sizes, nnx.Rngs(seed))
+
+  def new_drafter(self, seed: int) -> Drafter:
+    """An untrained drafter, as `config.draft` describes it."""
+    return _build_drafter(
+      self.draft_config, self.tokenizer.vocab_size, nnx.Rngs(seed)
+    )
+
+  @property
+  def draft_config(self) -> dict[str, Any]:
+    """All that is needed to build the drafter again."""
+    return {**self.config['draft'], 'k': self.config['decode']['k']}
+
+  def target(self) -> Transformer:
+    """The trained target.
+
+    Raises:
+      FileNotFoundError: the run has none yet.
+    """
+    folder = self.folder / 'target'
+    self._require(folder, 'target', 'python train/pretrain.py')
+    return checkpoint.load_model(
+      folder, lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0))
+    )
+
+  def drafter(self, name: str) -> Drafter:
+    """A distilled drafter, the best checkpoint of it.
+
+    Args:
+      name: its folder within the run, 'draft' unless it was named otherwise.
+
+    Raises:
+      FileNotFoundError: the run has none yet.
+      ValueError: it was trained with another tokenizer.
+    """
+    folder = self.folder / name
+    self._require(folder, name, f'python train/distill.py --draft={name}')
+    checkpoints = checkpoint.Checkpoints(folder)
+    trained = checkpoints.meta(checkpoints.best())['tokenizer']
+    if trained != self.tokenizer.hash:
+      raise ValueError(
+        f'{folder} was trained with tokenizer {trained[:12]} and the target'
+        f' with {self.tokenizer.hash[:12]}: distil it again'
+      )
+    size = self.tokenizer.vocab_size
+    return checkpoint.load_model(
+      folder, lambda c: _build_drafter(c, size, nnx.Rngs(0))
+    )
+
+  def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
+    """Held-out text that the target wrote, kept for the next call.
+
+    Args:
+      target: the run's target.
+      temperature: of the decode warp.
+
+    Returns:
+      Rows `[T]` whose weight marks what the target wrote.
+    """
+    wanted = self.config['validation']
+    count, size = wanted['sequences'], wanted['prompt_length']
+    step = checkpoint.Checkpoints(self.folder / 'target').best()
+    name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}.npz'
+    path = self.folder / 'rollouts' / name
+    if not path.exists():
+      result = generation.generate(
+        target,
+        NoDrafter(),
+        self.prompts('validation', count, size),
+        key=jax.random.key(0),
+        max_new_tokens=wanted['tokens'],
+        warp=warps.temperature(temperature),
+      )
+      with files.atomic(path) as file:
+        np.savez(file, tokens=result.tokens[:, : size + wanted['tokens']])
+    tokens = np.load(path)['tokens']
+    batch = data.pad(tokens.tolist(), [size] * len(tokens))
+    return [Batch(*row) for row in zip(*batch, strict=True)]
+
+  def _new_tokenizer(self) -> tokenizers.Tokenizer:
+    wanted = self.config['corpus']
+    kind = wanted['tokenizer']
+    if kind == 'bytes':
+      return tokenizers.Bytes()
+    if kind == 'bpe':
+      texts = self.corpus.splits['train']
+      return tokenizers.BPE.train(texts, wanted['vocab_size'])
+    raise ValueError(f"corpus.tokenizer is {kind!r}: use 'bpe' or 'bytes'")
+
+  def _require(self, folder: Path, what: str, command: str):
+    if checkpoint.Checkpoints(folder).latest() is None:
+      raise FileNotFoundError(
+        f'{self.folder} has no {what} yet: run `{command} --workdir'
+        f' {self.folder}`'
+      )
+
+
+def _build_drafter(config: Mapping[str, Any], vocab_size: int, rngs) -> Drafter:
+  return drafters.find(config['drafter']).build(config, vocab_size, rngs)

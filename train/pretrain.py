@@ -1,0 +1,115 @@
+"""Trains a target on text.
+
+    python train/pretrain.py --config configs/stdlib.py
+
+The same command goes on after an interruption.
+"""
+
+import functools
+import math
+
+import jax
+import numpy as np
+
+from specjax import data, distill, experiment, metrics, runs, training
+from specjax.checkpoint import Checkpoints
+from specjax.workspace import Workspace
+
+SECTIONS = ('corpus', 'target', 'pretrain')
+
+
+def main(config, folder):
+  """Opens the run and trains its target."""
+  begun = Checkpoints(folder / 'target').latest() is not None
+  others = set(config) - {'workdir', *SECTIONS}
+  frozen, fresh = (SECTIONS, others) if begun else ((), set(config))
+  runs.open_run(folder, config.to_dict(), frozen, fresh)
+  pretrain(Workspace(folder, runs.read_json(folder / 'config.json')))
+
+
+def pretrain(workspace: Workspace):
+  """Trains the target of a run, from its newest checkpoint if it has one."""
+  c = workspace.config['pretrain']
+  windows = workspace.windows('train')
+  held_out = workspace.windows('validation')
+  print(
+    f'{workspace.corpus.name}: {len(windows):,} windows to train on,'
+    f' {len(held_out):,} held out; a unigram model of the tokens needs'
+    f' {unigram(workspace):.3f} bits per byte'
+  )
+  tx = distill.optimizer(
+    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
+  )
+  target = workspace.new_target(c['seed'])
+  size = sum(leaf.size for leaf in jax.tree.leaves(target))
+  print(f'target: {size:,} parameters')
+  step = jax.jit(distill.make_step(distill.language_loss, tx), donate_argnums=0)
+  state = training.fit(
+    distill.init(target, tx),
+    step,
+    data.Batches(windows, c['batch'], c['seed']),
+    functools.partial(evaluate, workspace=workspace),
+    steps=c['steps'],
+    every=c['eval_every'],
+    folder=workspace.folder / 'target',
+    log=workspace.folder / 'logs' / 'pretrain',
+    meta={
+      'model': dict(workspace.config['target'])
+      | {'vocab_size': workspace.tokenizer.vocab_size},
+    },
+    score='score',
+    tokens=c['batch'] * workspace.config['corpus']['window'],
+  )
+  final = evaluate(state.model, workspace)
+  print(
+    f'target: {final["nats"]:.3f} nats per token, {final["bits_per_byte"]:.3f}'
+    ' bits per byte on held-out text'
+  )
+
+
+def evaluate(target, workspace: Workspace) -> dict[str, float]:
+  """Loss on held-out text; the score is its negative."""
+  total = weight = count = 0.0
+  for batch in held_out(workspace):
+    nats, tokens = _language_loss(target, batch)
+    total, weight = total + float(nats), weight + float(tokens)
+    count += bytes_in(workspace, batch)
+  nats = total / weight
+  return {
+    'nats': nats,
+    'bits_per_byte': metrics.bits_per_byte(total, count),
+    'score': -nats,
+  }
+
+
+def unigram(workspace: Workspace) -> float:
+  """Bits per byte of the tokens' own frequencies, on the same text."""
+  ids = workspace.ids('train')
+  counts = 1 + np.bincount(ids, minlength=workspace.tokenizer.vocab_size)
+  nats = math.log(counts.sum()) - np.log(counts)
+  total = size = 0.0
+  for batch in held_out(workspace):
+    total += float((nats[batch.tokens] * batch.weight).sum())
+    size += bytes_in(workspace, batch)
+  return metrics.bits_per_byte(total, size)
+
+
+def held_out(workspace: Workspace):
+  """A fixed sample of held-out windows."""
+  windows = workspace.windows('validation')
+  count = workspace.config['pretrain']['eval_windows']
+  stride = max(1, len(windows) // count)
+  sample = [windows[i] for i in range(0, len(windows), stride)][:count]
+  return data.in_order(sample, workspace.config['pretrain']['batch'])
+
+
+def bytes_in(workspace: Workspace, batch) -> float:
+  """Bytes of the tokens that are predicted."""
+  lengths = workspace.tokenizer.byte_lengths[batch.tokens]
+  return float((lengths * batch.weight).sum())
+
+
+_language_loss = jax.jit(distill.language_loss)
+
+if __name__ == '__main__':
+  experiment.app(main, default='configs/stdlib.py', resumable=True)
