@@ -1,0 +1,106 @@
+"""Local text: documents from files, and which split each belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+
+SPLITS = ('train', 'validation', 'test')
+HELD_OUT = 0.05  # the share of the documents in each of the last two splits
+MAX_CHARACTERS = 16 * 1024  # longer files become several documents
+
+_NOT_LIBRARY = frozenset(
+  ('test', 'tests', 'idle_test', 'site-packages', 'dist-packages')
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """A text and where it comes from."""
+
+  name: str
+  text: str
+
+
+def stdlib() -> Iterator[Document]:
+  """The source files of the running Python's standard library, sorted.
+
+  Tests are left out, and what the build of this Python generated.
+  """
+  root = pathlib.Path(sysconfig.get_path('stdlib'))
+  for path in sorted(root.rglob('*.py')):
+    local = path.relative_to(root)
+    # Its settings differ from machine to machine.
+    generated = path.name.startswith('_sysconfigdata')
+    if not generated and _NOT_LIBRARY.isdisjoint(local.parts):
+      yield Document(local.as_posix(), _read(path))
+
+
+def files(pattern: str) -> Iterator[Document]:
+  """Local text files, sorted by path.
+
+  Args:
+    pattern: a glob; `~` and `**` are expanded.
+
+  Yields:
+    Documents of at most `MAX_CHARACTERS`, cut at line ends where there are any,
+    so that one large file has enough of them for three splits.
+
+  Raises:
+    ValueError: no file matches.
+  """
+  found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+  paths = [path for path in found if os.path.isfile(path)]
+  if not paths:
+    raise ValueError(f'no file matches files:{pattern}')
+  for path in paths:
+    for i, text in enumerate(_pieces(_read(path))):
+      yield Document(f'{path}#{i}', text)
+
+
+def assign(documents: Sequence[Document]) -> dict[str, list[Document]]:
+  """Splits documents by a hash of their text.
+
+  Args:
+    documents: at least three, of distinct text.
+
+  Returns:
+    The documents of each split, in the order given.
+  """
+  draws = {
+    document: int.from_bytes(digest(document.text)[:8], 'big') / 2**64
+    for document in documents
+  }
+  order = sorted(documents, key=draws.__getitem__)
+  validation = max(1, sum(u < HELD_OUT for u in draws.values()))
+  test = max(1, sum(u < 2 * HELD_OUT for u in draws.values()) - validation)
+  split_of = dict.fromkeys(order, 'train')
+  split_of |= dict.fromkeys(order[:validation], 'validation')
+  split_of |= dict.fromkeys(order[validation:][:test], 'test')
+  return {
+    split: [d for d in documents if split_of[d] == split] for split in SPLITS
+  }
+
+
+def digest(text: str) -> bytes:
+  """SHA-256 of a text."""
+  return hashlib.sha256(text.encode()).digest()
+
+
+def _pieces(text: str) -> Iterator[str]:
+  start = 0
+  while start < len(text):
+    stop = start + MAX_CHARACTERS
+    if stop < len(text):
+      stop = text.rfind('\n', start, stop) + 1 or stop
+    yield text[start:stop]
+    start = stop
+
+
+def _read(path: str | os.PathLike) -> str:
+  return pathlib.Path(path).read_bytes().decode('utf-8', 'replace')

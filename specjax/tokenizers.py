@@ -1,0 +1,233 @@
+"""Tokenizers: raw bytes, and a byte-level BPE trained on the corpus.
+
+Every id stands for a fixed string of bytes, and the end-of-document id for
+none. Decoding is joining them, so a stream of ids can be printed as it comes
+and no sequence of ids is an error, whatever a model samples.
+"""
+
+from __future__ import annotations
+
+import abc
+import codecs
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers as hf
+
+from specjax import files
+
+EOS = '<|endoftext|>'
+
+
+class Tokenizer(abc.ABC):
+  """Text to ids and back.
+
+  Attributes:
+    serialised: the JSON text that `save` writes; it determines the tokenizer.
+    pieces: the bytes of each id; empty for `eos_id`.
+    eos_id: ends a document. No text encodes to it.
+  """
+
+  serialised: str
+  pieces: tuple[bytes, ...]
+  eos_id: int
+
+  @abc.abstractmethod
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes several texts, in parallel where that helps."""
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of `text`, without an end of document."""
+    return self.encode_batch([text])[0]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+    pieces = b''.join(self.pieces[i] for i in ids)
+    return pieces.decode('utf-8', 'replace')
+
+  def stream(self) -> Stream:
+    """A decoder for ids that arrive one at a time."""
+    return Stream(self.pieces)
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes one JSON file, whole or not at all."""
+    with files.atomic(path) as file:
+      file.write(self.serialised.encode())
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of ids, `eos_id` among them."""
+    return len(self.pieces)
+
+  @functools.cached_property
+  def hash(self) -> str:
+    """SHA-256 of the serialised form, in hexadecimal."""
+    return hashlib.sha256(self.serialised.encode()).hexdigest()
+
+  @functools.cached_property
+  def byte_lengths(self) -> np.ndarray:
+    """`[V]` int32 bytes per id: what turns nats per token into per byte."""
+    return np.array([len(piece) for piece in self.pieces], np.int32)
+
+
+class Stream:
+  """Decodes ids as they come, holding back incomplete characters.
+
+  What `push` returned, joined, plus `flush` equals `Tokenizer.decode` of all
+  the ids.
+  """
+
+  def __init__(self, pieces: Sequence[bytes]):
+    """Starts at a character boundary; `pieces` are the bytes of each id."""
+    self._pieces = pieces
+    self._decoder = codecs.getincrementaldecoder('utf-8')('replace')
+
+  def push(self, token: int) -> str:
+    """The characters that `token` completes, possibly none."""
+    return self._decoder.decode(self._pieces[token])
+
+  def flush(self) -> str:
+    """What is left: U+FFFD if a character was cut short."""
+    return self._decoder.decode(b'', final=True)
+
+
+class Bytes(Tokenizer):
+  """UTF-8 bytes as ids 0 to 255, and 256 for the end of a document."""
+
+  serialised = json.dumps({'model': {'type': 'Bytes'}})
+  pieces = (*(bytes([i]) for i in range(256)), b'')
+  eos_id = 256
+
+  @classmethod
+  def parse(cls, serialised: str) -> Bytes:
+    """The inverse of `serialised`, which has nothing to configure."""
+    del serialised
+    return cls()
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes several texts."""
+    return [list(text.encode()) for text in texts]
+
+
+class BPE(Tokenizer):
+  """Byte-level byte-pair encoding, as the `tokenizers` library stores it."""
+
+  def __init__(self, serialised: str):
+    """Reads the library's JSON.
+
+    Args:
+      serialised: a byte-level BPE with the special token `EOS`.
+
+    Raises:
+      ValueError: the JSON is another kind of tokenizer.
+    """
+    self.serialised = serialised
+    self._model = hf.Tokenizer.from_str(serialised)
+    # Else a document that quotes the special token would end in the middle.
+    self._model.encode_special_tokens = True
+    vocab = self._model.get_vocab()
+    if EOS not in vocab:
+      raise ValueError(f'the tokenizer has no end-of-document token {EOS!r}')
+    self.eos_id = vocab.pop(EOS)
+    pieces = [b''] * (len(vocab) + 1)
+    table = _byte_of_character()
+    try:
+      for token, i in vocab.items():
+        pieces[i] = bytes(table[character] for character in token)
+    except (KeyError, IndexError) as error:
+      raise ValueError('the tokenizer is not a byte-level BPE') from error
+    self.pieces = tuple(pieces)
+
+  @classmethod
+  def train(cls, texts: Iterable[str], vocab_size: int) -> BPE:
+    """Trains on `texts`: the same texts give the same tokenizer.
+
+    Args:
+      texts: the documents of the train split, and of no other.
+      vocab_size: at most this many ids; fewer if the texts have no more pairs
+        to merge.
+
+    Returns:
+      A tokenizer of any text: all 256 bytes are in its vocabulary.
+
+    Raises:
+      ValueError: fewer ids than the bytes and the end of document need.
+    """
+    if vocab_size < 257:
+      raise ValueError(
+        f'vocab_size {vocab_size} is below 257: 256 bytes and {EOS}'
+      )
+    model = hf.Tokenizer(hf.models.BPE())
+    model.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+      vocab_size=vocab_size,
+      special_tokens=[EOS],
+      initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+      show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return cls(model.to_str())
+
+  @classmethod
+  def parse(cls, serialised: str) -> BPE:
+    """The inverse of `serialised`."""
+    return cls(serialised)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes several texts in parallel."""
+    encodings = self._model.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def load(path: str | os.PathLike) -> Tokenizer:
+  """Reads what `Tokenizer.save` wrote.
+
+  Args:
+    path: a JSON file.
+
+  Returns:
+    A tokenizer of the same hash.
+
+  Raises:
+    ValueError: the file holds no tokenizer that this module knows.
+  """
+  with open(path, encoding='utf-8', newline='') as file:
+    serialised = file.read()
+  try:
+    parse = _PARSERS[json.loads(serialised)['model']['type']]
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f'{path} is not a tokenizer of one of the kinds {sorted(_PARSERS)}'
+    ) from error
+  return parse(serialised)
+
+
+def require_same(draft: Tokenizer, target: Tokenizer) -> None:
+  """Refuses a draft whose ids mean something else than the target's.
+
+  Raises:
+    ValueError: the hashes differ.
+  """
+  if draft.hash != target.hash:
+    raise ValueError(
+      f'the draft was trained with tokenizer {draft.hash} and the target with '
+      f'{target.hash}: train the draft again, with the tokenizer of the target'
+    )
+
+
+def _byte_of_character() -> dict[str, int]:
+  # Byte-level BPE writes each byte as one visible character: a byte that is
+  # visible in Latin-1 as itself, the others in order from U+0100 on.
+  visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  hidden = [byte for byte in range(256) if byte not in visible]
+  return {chr(byte): byte for byte in visible} | {
+    chr(256 + i): byte for i, byte in enumerate(hidden)
+  }
+
+
+_PARSERS = {'Bytes': Bytes.parse, 'BPE': BPE.parse}
