@@ -13,6 +13,17 @@ def test_the_split_of_a_document_does_not_depend_on_the_others():
   assert abs(share - (1 - 2 * documents.HELD_OUT)) < 0.02
 
 
+def test_a_renamed_document_stays_in_its_split():
+  def texts(name):
+    given = [documents.Document(f'{name}{i}', f'{i}') for i in range(100)]
+    splits = documents.assign(given)
+    return {
+      split: [d.text for d in members] for split, members in splits.items()
+    }
+
+  assert texts('before') == texts('after')
+
+
 def test_three_documents_make_three_splits():
   given = [documents.Document(f'{i}', f'text {i}') for i in range(3)]
   assert [len(d) for d in documents.assign(given).values()] == [1, 1, 1]
