@@ -65,6 +65,10 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.loss = loss = config_dict.ConfigDict()
   loss.kl_weight = 3.0  # KL to the target per unit of cross entropy; inf is all
 
+  config.ablation = ablation = config_dict.ConfigDict()
+  ablation.kl_weights = (0.0, 0.1, 0.3, 1.0, 3.0, float('inf'))
+  ablation.seeds = 1  # 3 or more for intervals; memory and time grow with both
+
   config.validation = validation = config_dict.ConfigDict()
   validation.sequences = 64  # that the target writes, on held-out prompts
   validation.prompt_length = 32

@@ -110,6 +110,7 @@ def refuse_changes(
   old: Mapping[str, Any],
   new: Mapping[str, Any],
   sections: Iterable[str],
+  flag: str = '--workdir',
 ) -> None:
   """Compares sections of two configurations.
 
@@ -118,6 +119,7 @@ def refuse_changes(
     old: what the run was made with, as JSON.
     new: what it shall go on with, as JSON.
     sections: the names of the sections to compare.
+    flag: the option that would name another folder.
 
   Raises:
     ValueError: they differ; the message lists every value that does.
@@ -133,7 +135,7 @@ def refuse_changes(
   if changes:
     raise ValueError(
       f'{directory} was made with another config ({"; ".join(changes)}): name '
-      'another folder with --workdir, or go back to the old values'
+      f'another folder with {flag}, or go back to the old values'
     )
 
 

@@ -24,7 +24,8 @@ def fit(
   folder: Path,
   log: Path,
   meta: Mapping[str, Any],
-  score: str | None = None,
+  score: Callable[[Mapping[str, float]], float],
+  show: Sequence[str] = (),
   tokens: int = 1,
 ) -> TrainState:
   """Trains from the newest checkpoint, or from `state` where there is none.
@@ -42,7 +43,8 @@ def fit(
     folder: of the checkpoints.
     log: of the scalars, without a suffix.
     meta: kept with every checkpoint.
-    score: the scalar whose highest value marks the best checkpoint.
+    score: of the scalars; its highest value marks the best checkpoint.
+    show: the scalars to show while it runs.
     tokens: in a batch, for the rate.
 
   Returns:
@@ -77,11 +79,11 @@ def fit(
         )
       values.update(evaluate(state.model))
       logger.write(i + 1, **values)
-      progress.show(**values)
+      progress.show(**{name: values[name] for name in ('loss', *show)})
       checkpoints.save(
         i + 1,
         {'model': state.model, 'opt': state.opt},
         meta,
-        score=values[score] if score else None,
+        score=score(values),
       )
   return state

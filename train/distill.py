@@ -30,7 +30,9 @@ def main(config, folder):
   drafts = Checkpoints(folder / DRAFT.value)
   if drafts.latest() is not None:
     old = drafts.meta(drafts.latest())['config']
-    runs.refuse_changes(drafts.directory, old, config, DRAFT_SECTIONS)
+    runs.refuse_changes(
+      drafts.directory, old, config, DRAFT_SECTIONS, flag='--draft'
+    )
   runs.open_run(folder, config, frozen, fresh)
   workspace = Workspace(folder, runs.read_json(folder / 'config.json'))
   pretrain(workspace)
@@ -69,7 +71,8 @@ def distil(workspace: Workspace, name: str):
       'tokenizer': workspace.tokenizer.hash,
       'config': {key: workspace.config[key] for key in DRAFT_SECTIONS},
     },
-    score='block_efficiency',
+    score=lambda values: values['block_efficiency'],
+    show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
   )
   final = evaluate(state.model)

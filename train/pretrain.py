@@ -57,7 +57,8 @@ def pretrain(workspace: Workspace):
       'model': dict(workspace.config['target'])
       | {'vocab_size': workspace.tokenizer.vocab_size},
     },
-    score='score',
+    score=lambda values: -values['nats'],
+    show=('bits_per_byte',),
     tokens=c['batch'] * workspace.config['corpus']['window'],
   )
   final = evaluate(state.model, workspace)
@@ -68,17 +69,15 @@ def pretrain(workspace: Workspace):
 
 
 def evaluate(target, workspace: Workspace) -> dict[str, float]:
-  """Loss on held-out text; the score is its negative."""
+  """Loss on held-out text."""
   total = weight = count = 0.0
   for batch in held_out(workspace):
     nats, tokens = _language_loss(target, batch)
     total, weight = total + float(nats), weight + float(tokens)
     count += bytes_in(workspace, batch)
-  nats = total / weight
   return {
-    'nats': nats,
+    'nats': total / weight,
     'bits_per_byte': metrics.bits_per_byte(total, count),
-    'score': -nats,
   }
 
 
