@@ -54,7 +54,11 @@ def inverse_cdf(key: Key, logits: Array, block: int = 64) -> Array:
 
 def _pick(uniform: Array, weights: Array) -> Array:
   """The first index whose cumulative weight exceeds `uniform` of the total."""
-  totals = jnp.cumsum(weights)
+  # A long cumulative sum adds in an order that differs from place to place, so
+  # it may rise, by rounding, where the weight is zero: only positive weights
+  # count.
+  totals = jnp.where(weights > 0, jnp.cumsum(weights), 0.0)
+  top = totals.max()
   # Rounding up to the total would point past the last positive weight.
-  mark = jnp.minimum(uniform * totals[-1], jnp.nextafter(totals[-1], 0.0))
+  mark = jnp.minimum(uniform * top, jnp.nextafter(top, 0.0))
   return jnp.argmax(totals > mark).astype(jnp.int32)
