@@ -163,7 +163,8 @@ def step(
   drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
   tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
   ends = jnp.isin(tokens, eos)
-  ended = jnp.cumsum(ends, -1) - ends > 0  # behind an end token
+  inside = ends & (index < accepted[:, None])
+  ended = jnp.cumsum(inside, -1) - inside > 0  # behind an accepted end token
   room = (position < s.stop[:, None]) & ~s.done[:, None]
   emitted = (index <= accepted[:, None]) & ~ended & room
   count = emitted.sum(-1, dtype=jnp.int32)
@@ -175,7 +176,7 @@ def step(
   # so that it could go on; a row that was done keeps nothing.
   kept = index < count[:, None]
   valid = jnp.ones((), bool) if draft.valid is None else draft.valid
-  counted = valid & room[:, :n] & ~(ended & (index < accepted[:, None]))[:, :n]
+  counted = valid & room[:, :n] & ~ended[:, :n]
   stats = _count(s.stats, counted, emitted, accepted, broken, ~s.done)
   write = functools.partial(_write, at=s.length, keep=emitted)
   origin = jnp.where(
