@@ -56,7 +56,8 @@ def rejection(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   )
   passed = (noise.log_u <= log_alpha) & (log_px > -jnp.inf)
   accepted, count, tested = _prefix(passed, draft)
-  log_tests = _log_tests(tested, accepted, log_alpha)
+  # Where p = 0 the uniform decides nothing: that is no test.
+  log_tests = _log_tests(tested & (log_alpha > -jnp.inf), accepted, log_alpha)
 
   rejected = tested & ~accepted  # at most one node
   if n == 0:
