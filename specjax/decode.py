@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax import draws
 from specjax.types import (
   Array,
   Block,
@@ -147,17 +148,17 @@ def step(
   log_p = _law(
     target, warp, eos, output.features, position < s.earliest[:, None]
   )
-  draws = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
+  draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
     keys.target, position
   )
   log_u = jax.vmap(lambda key: jnp.log1p(-jax.random.uniform(key, (n,))))(
     fold(round_key, 1)
   )
-  verdict = jax.vmap(verify)(Noise(log_u, draws), draft, log_p)
+  verdict = jax.vmap(verify)(Noise(log_u, draw_keys), draft, log_p)
   accepted = verdict.accepted.sum(-1, dtype=jnp.int32)
-  last = jax.vmap(jax.random.categorical)(
-    jax.vmap(lambda d, i: d[i])(draws, accepted), verdict.law
-  ).astype(jnp.int32)
+  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
+    draw_keys, accepted, verdict.law
+  )
 
   index = jnp.arange(n + 1)
   drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from specjax import draws
 from specjax.types import Array, Draft, Noise, Verdict
 
 # Faults, as bits of `Verdict.fault`.
@@ -95,7 +96,7 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   """
   _require_chain('sampler_match', draft)
   n = log_p.shape[0] - 1
-  wanted = jax.vmap(jax.random.categorical)(noise.draws[:n], log_p[:n])
+  wanted = jax.vmap(draws.gumbel)(noise.draws[:n], log_p[:n])
   accepted, count, tested = _prefix(wanted == draft.tokens, draft)
   log_tests = _log_tests(tested, accepted, _at(log_p[:n], draft.tokens))
   broken = jnp.isnan(jnp.where(jnp.arange(n + 1) <= count, log_p[:, 0], 0.0))
