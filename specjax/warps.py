@@ -82,7 +82,8 @@ class TopP:
   """Keeps each token whose strictly more probable tokens hold less than `p`.
 
   So the token that crosses the threshold is kept, equal tokens stay or go
-  together, and `p >= 1` keeps everything. A mass within 1e-6 of `p` counts as
+  together, the most probable ones always stay, and `p >= 1` keeps everything. A
+  mass within 1e-6 of `p` counts as
   having reached it, which makes round figures mean what they say.
   (Holtzman et al. 2020, arXiv 1904.09751.)
   """
@@ -96,7 +97,7 @@ class TopP:
 
     def reached(threshold):
       above = jnp.where(order > threshold, mass, 0.0).sum(-1, keepdims=True)
-      return above >= self.p - 1e-6
+      return (above > 0) & (above >= self.p - 1e-6)
 
     # Above the last threshold that reaches p, every token is wanted.
     nucleus = order > _last(reached, order)
@@ -153,7 +154,9 @@ def _keep(logits: Array, kept: Array) -> Array:
 
 def _order(logits: Array) -> Array:
   """int32 with the order of the float32 logits, so that bisection is exact."""
-  bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32)
+  logits = logits.astype(jnp.float32)
+  logits = jnp.where(logits == 0, 0.0, logits)  # -0 ties with 0
+  bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
