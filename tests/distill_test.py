@@ -1,0 +1,256 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from specjax import distill, warps
+from specjax.drafters.model import ModelDrafter
+from specjax.models.markov import Markov
+from specjax.models.transformer import Transformer, TransformerConfig
+from specjax.types import Batch
+
+V, T = 7, 45  # T is no multiple of the chunk
+
+
+def transformer(seed, vocab=V):
+  return Transformer(TransformerConfig(vocab, 8, 1, 2, 1, 16), nnx.Rngs(seed))
+
+
+def markov(seed, scale=1.5):
+  return Markov(scale * jax.random.normal(jax.random.key(seed), (V, V)))
+
+
+def windows(seed=0, rows=3):
+  rng = np.random.default_rng(seed)
+  segments = np.sort(rng.integers(1, 4, (rows, T)), -1)
+  segments[-1, 30:] = 0
+  weight = np.zeros((rows, T), np.float32)
+  weight[:, 1:] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+  tokens = rng.integers(0, V, (rows, T))
+  return Batch(*map(jnp.asarray, (tokens, segments, weight)))
+
+
+def log_softmax(x):
+  x = np.asarray(x, np.float64)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def slow_loss(q, p, batch, weights):
+  """Sums position by position, from logits `[B, T, V]` of both."""
+  log_q, log_p = log_softmax(q), log_softmax(p)
+  total = count = 0.0
+  for b in range(len(batch.tokens)):
+    for t in range(T - 1):
+      weight = float(batch.weight[b, t + 1])
+      kl = (np.exp(log_p[b, t]) * (log_p[b, t] - log_q[b, t])).sum()
+      ce = -log_q[b, t, batch.tokens[b, t + 1]]
+      total += weight * (weights.ce * ce + weights.kl * kl)
+      count += weight
+  return total, count
+
+
+@pytest.mark.parametrize('kl_weight', [0.0, 1.0, 3.0, float('inf')])
+def test_the_loss_equals_a_sum_position_by_position(kl_weight):
+  target, drafter = markov(0), ModelDrafter(transformer(1), 1)
+  batch, weights = windows(), distill.objective(kl_weight)
+  q = drafter.model.unembed(
+    drafter.model.forward(batch.tokens, batch.segments).features
+  )
+  p = target.forward(batch.tokens, batch.segments).features
+  wanted = slow_loss(q, p, batch, weights)
+  got = distill.distill_loss(drafter, target, batch, weights)
+  np.testing.assert_allclose(got, wanted, rtol=1e-5)
+  plain = distill.language_loss(drafter.model, batch)
+  if kl_weight == 0:
+    np.testing.assert_allclose(plain, wanted, rtol=1e-5)
+
+
+def test_weights_sum_to_one_and_infinity_is_kl_alone():
+  for weight in (0, 0.1, 1, 3, 1e9):
+    ce, kl = distill.objective(weight)
+    assert ce + kl == 1
+    assert kl == pytest.approx(weight * ce)
+  assert distill.objective(float('inf')) == (0, 1)
+  for bad in (-0.1, float('nan')):
+    with pytest.raises(ValueError, match='kl_weight is'):
+      distill.objective(bad)
+
+
+def test_kl_alone_ignores_a_text_that_the_draft_finds_impossible():
+  # 0 · inf would be NaN: a draft that cannot say the label at all.
+  table = jnp.zeros((V, V)).at[:, 0].set(-jnp.inf)
+  drafter = ModelDrafter(Markov(table), 1)
+  batch = windows()
+  assert bool((batch.tokens == 0).any())
+  total, _ = distill.distill_loss(
+    drafter, markov(0), batch, distill.objective(float('inf'))
+  )
+  assert jnp.isfinite(total)
+
+
+def test_no_gradient_reaches_the_target():
+  def loss(target, drafter):
+    weights = distill.objective(1.0)
+    return distill.distill_loss(drafter, target, windows(), weights)[0]
+
+  grads = jax.grad(loss)(markov(0), ModelDrafter(transformer(1), 1))
+  assert all(not leaf.any() for leaf in jax.tree.leaves(grads))
+  grads = jax.grad(loss, 1)(markov(0), ModelDrafter(transformer(1), 1))
+  assert any(leaf.any() for leaf in jax.tree.leaves(grads))
+
+
+def test_padding_changes_neither_loss_nor_gradient():
+  batch = windows()
+  junk = jnp.where(batch.segments == 0, (batch.tokens + 3) % V, batch.tokens)
+  assert bool((junk != batch.tokens).any())
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(drafter, batch):
+    weights = distill.objective(1.0)
+    return distill.distill_loss(drafter, markov(0), batch, weights)[0]
+
+  drafter = ModelDrafter(transformer(1), 1)
+  one, two = loss(drafter, batch), loss(drafter, batch._replace(tokens=junk))
+  # The markov target looks at the last token only, so this is bit for bit.
+  for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_without_a_counted_token_leaves_the_model_as_it_is():
+  tx = optax.sgd(1.0)
+  step = jax.jit(distill.make_step(distill.language_loss, tx))
+  state = distill.init(transformer(1), tx)
+  batch = windows()
+  empty = batch._replace(weight=jnp.zeros_like(batch.weight))
+  after, scalars = step(state, empty)
+  assert scalars['loss'] == 0 and scalars['tokens'] == 0
+  for a, b in zip(
+    jax.tree.leaves(state.model), jax.tree.leaves(after.model), strict=True
+  ):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_no_array_of_all_logits_exists():
+  # T = 128 positions of a vocabulary that no other size equals.
+  vocab, rows, length = 509, 2, 128
+  target, draft = transformer(0, vocab), transformer(1, vocab)
+  batch = Batch(
+    jnp.zeros((rows, length), jnp.int32),
+    jnp.ones((rows, length), jnp.int32),
+    jnp.ones((rows, length)),
+  )
+  loss = jax.jit(
+    jax.value_and_grad(
+      lambda d: distill.distill_loss(d, target, batch, weights)[0]
+    )
+  )
+  weights = distill.objective(1.0)
+  text = loss.lower(ModelDrafter(draft, 1)).compile().as_text()
+  assert f'{distill.CHUNK},{vocab}]' in text  # a chunk's logits do
+  assert f'{length},{vocab}]' not in text
+  assert f'[{rows * length},{vocab}]' not in text
+
+
+def test_every_kl_weight_runs_the_same_program():
+  tx = distill.optimizer(1e-2, 10, 1)
+  step = jax.jit(distill.make_step(distill.distill_loss, tx))
+  state = distill.init(ModelDrafter(transformer(1), 1), tx)
+  for weight in (0.0, 0.3, float('inf')):
+    step(state, markov(0), windows(), distill.objective(weight))
+  assert step._cache_size() == 1
+
+
+def test_students_trained_together_are_those_trained_alone():
+  tx = distill.optimizer(1e-2, 10, 1)
+  step = distill.make_step(distill.distill_loss, tx)
+  target = markov(0)
+  drafters = [ModelDrafter(transformer(seed), 1) for seed in (1, 2)]
+  goals = [distill.objective(weight) for weight in (0.0, float('inf'))]
+
+  def stack(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+  together = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)))
+  state = jax.vmap(lambda model: distill.init(model, tx))(stack(drafters))
+  for i in range(3):
+    state, _ = together(state, target, windows(i), stack(goals))
+  alone = jax.jit(step)
+  for i, (drafter, goal) in enumerate(zip(drafters, goals, strict=True)):
+    single = distill.init(drafter, tx)
+    for j in range(3):
+      single, _ = alone(single, target, windows(j), goal)
+    for a, b in zip(
+      jax.tree.leaves(single.model), jax.tree.leaves(state.model), strict=True
+    ):
+      np.testing.assert_allclose(a, b[i], atol=1e-5)
+
+
+def test_distilling_teaches_the_target_and_measure_sees_it():
+  """A table can learn a table exactly, so acceptance must go to one."""
+  target, drafter = markov(0), ModelDrafter(markov(1), 1)
+  tx = optax.adam(0.1)
+  step = jax.jit(distill.make_step(distill.distill_loss, tx))
+  measure = jax.jit(distill.measure, static_argnums=3)
+  state = distill.init(drafter, tx)
+  warp, batch = warps.temperature(0.7), windows()
+
+  def measured(drafter):
+    return distill.means([measure(drafter, target, warp, 2, batch)])
+
+  before = measured(drafter)
+  p = np.exp(log_softmax(target.logits[...] / 0.7))[batch.tokens]
+  q = np.exp(log_softmax(drafter.model.logits[...] / 0.7))[batch.tokens]
+  exact = np.minimum(p, q).sum(-1)[:, :-1]
+  weight = np.asarray(batch.weight)[:, 1:]
+  assert before['acceptance'] == pytest.approx(
+    (exact * weight).sum() / weight.sum(), abs=1e-5
+  )
+  assert before['acceptance'] < 0.7
+  for i in range(300):
+    state, _ = step(state, target, windows(i), distill.objective(float('inf')))
+  after = measured(state.model)
+  assert after['acceptance'] > 0.97
+  assert after['kl'] < 0.01 < before['kl']
+  assert after['block_efficiency'] > 2.9 > before['block_efficiency']
+
+
+def test_only_matrices_decay():
+  tx = distill.optimizer(0.1, 20, 0, weight_decay=0.1)
+  params = {'matrix': jnp.ones((2, 2)), 'norm': jnp.ones(2)}
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = tx.update(zeros, tx.init(params), params)
+  assert updates['norm'].tolist() == [0, 0]
+  assert float(updates['matrix'][0, 0]) == pytest.approx(-0.01)
+
+
+def test_the_rate_warms_up_and_falls_to_zero():
+  tx = distill.optimizer(1e-3, 100, 10)
+  params = {'matrix': jnp.ones((1, 1))}
+  state, rates = tx.init(params), []
+  for _ in range(101):
+    # Adam's update for a constant gradient is the rate itself.
+    updates, state = tx.update(params, state, params)
+    rates.append(-float(updates['matrix'][0, 0]))
+  assert rates[0] == 0
+  assert rates[5] == pytest.approx(5e-4, rel=1e-3)
+  assert rates[10] == pytest.approx(1e-3, rel=1e-3)
+  assert rates[55] == pytest.approx(5e-4, rel=1e-3)
+  assert rates[100] == pytest.approx(0, abs=1e-9)
+  with pytest.raises(ValueError, match='warmup is 100'):
+    distill.optimizer(1e-3, 100, 100)
+
+
+def test_a_horizon_looks_further_ahead_within_its_document():
+  tokens = jnp.array([[5, 6, 1, 2, 3]])
+  segments = jnp.array([[1, 1, 2, 2, 2]])
+  weight = jnp.array([[0.0, 1, 0, 1, 1]])
+  batch = Batch(tokens, segments, weight)
+  labels, counted = distill._ahead(batch, 0)
+  assert labels.tolist() == [[6, 1, 2, 3, 0]]
+  assert counted.tolist() == [[1, 0, 1, 1, 0]]
+  labels, counted = distill._ahead(batch, 1)
+  assert labels.tolist() == [[1, 2, 3, 0, 0]]
+  assert counted.tolist() == [[0, 0, 1, 0, 0]]
