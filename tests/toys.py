@@ -1,0 +1,77 @@
+"""Small models with lively weights, for tests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.models.markov import Markov
+from specjax.models.transformer import Transformer, TransformerConfig
+from specjax.types import Draft
+
+# For programs that run a few times only: compiles in half the time.
+jit = functools.partial(
+  jax.jit, compiler_options={'xla_backend_optimization_level': 0}
+)
+
+
+def transformer(seed=0, **changes):
+  """A tiny transformer in which every weight matters.
+
+  The usual initialisation leaves attention and logits almost flat and the
+  norms at one, so that most faults would hide below any tolerance.
+  """
+  sizes = dict(
+    vocab_size=13, width=16, layers=2, heads=4, kv_heads=2, hidden=24
+  )
+  config = TransformerConfig(**{**sizes, **changes})
+  shapes = jax.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+  rng = np.random.default_rng(seed)
+
+  def livelier(leaf):
+    if leaf.ndim == 1:
+      return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+    return jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
+
+  return jax.tree.map(livelier, shapes)
+
+
+def markov(seed=0, order=1, vocab=5, scale=1.0):
+  """A random table."""
+  rng = np.random.default_rng(seed)
+  return Markov(scale * rng.normal(size=(vocab,) * (order + 1)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+  """Proposes a known text, with a wrong token in some places.
+
+  Attributes:
+    text: `[B, T]` what to propose.
+    wrong: `[B, T]` where to propose the id after it instead.
+    k: draft length.
+    vocab: ids wrap here.
+  """
+
+  text: jax.Array
+  wrong: jax.Array
+  k: int = dataclasses.field(metadata={'static': True})
+  vocab: int = dataclasses.field(metadata={'static': True})
+
+  def init(self, target, batch, size):
+    return ()
+
+  def propose(self, target, cache, memory, keys, tokens, length):
+    at = length[:, None] + jnp.arange(self.k)
+    at = jnp.minimum(at, self.text.shape[1] - 1)
+    take = jax.vmap(lambda row, i: row[i])
+    tokens = take(jnp.asarray(self.text), at)
+    tokens = (tokens + take(jnp.asarray(self.wrong), at)) % self.vocab
+    return Draft(tokens.astype(jnp.int32), siblings='fixed'), memory
+
+  def observe(self, target, memory, block, kept, output):
+    return memory
