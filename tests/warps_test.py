@@ -1,0 +1,147 @@
+"""Warps against NumPy that sorts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from specjax import warps
+from specjax.warps import UNCHANGED, Greedy, MinP, Temperature, TopK, TopP
+
+ALL = [
+  Greedy(),
+  Temperature(0.0),
+  Temperature(0.7),
+  TopK(3),
+  TopP(0.6),
+  MinP(0.2),
+  warps.compose(Temperature(0.7), TopK(4), TopP(0.8)),
+]
+
+P = np.array([0.45, 0.25, 0.2, 0.1])
+
+
+@jax.jit
+def apply(warp, logits):
+  return warp(logits)
+
+
+def law(warp, p):
+  """Probabilities behind the warp."""
+  return oracles.softmax(apply(warp, oracles.log(p)))
+
+
+@pytest.mark.parametrize(
+  'warp, p, expected',
+  [
+    # The token that crosses the threshold is kept; one that starts at it isn't.
+    (TopP(0.6), P, [9 / 14, 5 / 14, 0, 0]),
+    (TopP(0.7), P, [9 / 14, 5 / 14, 0, 0]),
+    (TopP(0.71), P, [0.5, 5 / 18, 2 / 9, 0]),
+    (TopP(1.0), P, P),
+    (TopP(2.0), P, P),
+    (TopP(1e-9), P, [1, 0, 0, 0]),
+    (TopP(0.0), P, [1, 0, 0, 0]),
+    # Equal tokens stay or go together.
+    (TopP(0.5), [0.4, 0.25, 0.25, 0.1], [4 / 9, 5 / 18, 5 / 18, 0]),
+    (TopK(1), P, [1, 0, 0, 0]),
+    (TopK(2), P, [9 / 14, 5 / 14, 0, 0]),
+    (TopK(2), [0.4, 0.25, 0.25, 0.1], [4 / 9, 5 / 18, 5 / 18, 0]),
+    (TopK(4), P, P),
+    (TopK(9), P, P),
+    (MinP(0.2), [0.6, 0.25, 0.1, 0.05], [12 / 17, 5 / 17, 0, 0]),
+    (MinP(0.0), P, P),
+    (MinP(1.0), [0.4, 0.4, 0.1, 0.1], [0.5, 0.5, 0, 0]),
+    (Greedy(), [0.2, 0.35, 0.35, 0.1], [0, 1, 0, 0]),
+    (Temperature(0.0), [0.35, 0.35, 0.2, 0.1], [1, 0, 0, 0]),
+    (Temperature(0.5), P, P**2 / (P**2).sum()),
+  ],
+)
+def test_small_laws(warp, p, expected):
+  np.testing.assert_allclose(law(warp, p), expected, atol=1e-6)
+
+
+def test_temperature_zero_then_top_p():
+  both = warps.compose(Temperature(0.0), TopP(0.9))
+  out = apply(both, np.array([1.0, 1.0, 0.0], np.float32))
+  assert out.tolist() == [0, -np.inf, -np.inf]
+
+
+@pytest.mark.parametrize('vocab', [1, 7, 300])
+@pytest.mark.parametrize('ties', [False, True])
+def test_filters_keep_what_sorting_would(vocab, ties):
+  rng = np.random.default_rng([vocab, ties])
+  logits = rng.normal(size=(20, vocab)) * 3
+  logits = (logits.round() if ties else logits).astype(np.float32)
+  logits[rng.random(logits.shape) < 0.2] = -np.inf
+  logits[:, 0] = 0.5
+  p = oracles.softmax(logits)
+  for value in [0.03, 0.41, 0.83, 0.97]:
+    k = max(1, int(value * vocab))
+    for warp, reference, number in [
+      (TopK(k), oracles.top_k, k),
+      (TopP(value), oracles.top_p, value),
+      (MinP(value), oracles.min_p, value),
+    ]:
+      kept = np.asarray(apply(warp, logits))
+      expected = np.stack([reference(row, number) for row in p])
+      np.testing.assert_array_equal(kept > -np.inf, expected > 0)
+      np.testing.assert_array_equal(kept[expected > 0], logits[expected > 0])
+
+
+@pytest.mark.parametrize('warp', ALL)
+def test_every_warp_is_float32_keeps_the_shut_out_and_shows_a_nan(warp):
+  logits = oracles.table(0, 1, 8, 2.0)
+  logits[:, 2] = -np.inf
+  logits[3, 1] = np.nan
+  out = np.asarray(apply(warp, jnp.asarray(logits, jnp.bfloat16)))
+  assert out.dtype == np.float32
+  assert (out[np.arange(8) != 3, 2] == -np.inf).all()
+  normalised = np.asarray(jax.nn.log_softmax(out))
+  assert np.isnan(normalised[3]).all()
+  assert not np.isnan(np.delete(normalised, 3, 0)).any()
+  # One row alone is what it is among the others, whatever the leading axes.
+  np.testing.assert_array_equal(
+    apply(warp, jnp.asarray(logits, jnp.bfloat16)[0]), out[0]
+  )
+
+
+def test_numbers_are_leaves():
+  """A sweep over them traces once, temperature 0 included."""
+  traces = []
+
+  @jax.jit
+  def traced(warp, logits):
+    traces.append(1)
+    return warp(logits)
+
+  logits = np.arange(4, dtype=np.float32)
+  for t in [0.0, 0.5, 1.0]:
+    for p in [0.1, 1.0]:
+      warp = warps.compose(Temperature(t), TopK(int(1 + t)), TopP(p), MinP(p))
+      traced(warp, logits)
+  assert len(traces) == 1
+
+
+def test_composition_goes_from_left_to_right():
+  logits = np.array([2.0, 1.0, 0.5, 0.0], np.float32)
+  warp = [Temperature(2.0), TopP(0.5)]
+  chained = functools.reduce(lambda x, w: w(x), warp, logits)
+  np.testing.assert_array_equal(warps.compose(*warp)(logits), chained)
+  swapped = warps.compose(*reversed(warp))(logits)
+  assert (np.asarray(swapped) > -np.inf).sum() < (chained > -np.inf).sum()
+  np.testing.assert_array_equal(warps.compose()(logits), logits)
+  np.testing.assert_array_equal(UNCHANGED(logits), logits)
+
+
+@pytest.mark.parametrize('value', [-0.1, float('inf'), float('nan')])
+def test_a_temperature_is_checked(value):
+  with pytest.raises(ValueError, match=f'temperature is {value}'):
+    warps.temperature(value)
+
+
+def test_a_checked_temperature_is_the_warp():
+  assert warps.temperature(0) == Temperature(0.0)
