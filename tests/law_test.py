@@ -1,0 +1,293 @@
+"""The law of the whole loop: generated tokens against the oracle's exact law.
+
+Many rows with fixed keys, a chi-square test over all paths, p >= 1e-4. Each
+planted fault must fail the same test (p < 1e-4) in the same compiled program,
+where it is a number among the arguments.
+
+On faults in the key scheme. Under `rejection` the accept noise of a chain could
+be keyed by position and no law would show it: a test that was made ends in a
+token emitted at its position, so no number is read twice. It is read twice by
+block verification, which looks behind the first rejection, and draft noise is
+by a drafter that looks at discarded nodes: so both are here.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from flax import nnx
+
+from specjax import decode, draws, verify, warps
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
+from specjax.drafters.none import NoDrafter
+from specjax.models.markov import Markov
+from specjax.types import Draft, Verdict
+
+PROMPTS = [2], [0, 1, 2]  # ragged, and one is shorter than the order
+STEPS = 4
+ROWS = 16_000  # per prompt
+TARGET = oracles.table(4, 2, 3, 1.5)
+DRAFT = oracles.table(54, 1, 3, 2.0)
+NEVER = (3,)  # an end id outside the vocabulary
+
+
+def component(cls):
+  return jax.tree_util.register_dataclass(
+    dataclasses.dataclass(frozen=True)(cls)
+  )
+
+
+@jax.jit
+def run(target, drafter, rule, warp, eos):
+  """Tokens `[ROWS, prompts, STEPS]`; a batch of all prompts is mapped."""
+  size = max(map(len, PROMPTS)) + STEPS
+  tokens = np.array([p + [0] * (size - len(p)) for p in PROMPTS], np.int32)
+  length = jnp.array([len(p) for p in PROMPTS])
+  keys = jax.random.split(jax.random.key(0), (ROWS, len(PROMPTS)))
+  start = decode.prefill(
+    target, drafter, tokens, length, length + STEPS, length, keys[0]
+  )
+
+  def one(row):
+    state = start._replace(row=row)
+    state = decode.advance(target, drafter, rule, warp, eos, state, 99)
+    index = length[:, None] + jnp.arange(STEPS)
+    return jnp.take_along_axis(state.tokens, index, 1)
+
+  return jax.vmap(one)(keys)
+
+
+def narrowed(temperature, mass):
+  """Temperature and top-p, as a warp and in NumPy."""
+
+  def reference(logits):
+    kept = oracles.top_p(oracles.softmax(logits / temperature), mass)
+    return kept / kept.sum()
+
+  pair = warps.Temperature(temperature), warps.TopP(mass)
+  return warps.compose(*pair), reference
+
+
+PLAIN = narrowed(1.0, 1.0)
+
+
+def p_value(target, drafter, rule, warp=PLAIN, eos=NEVER):
+  """The smallest p-value of the prompts; `rule` is a pytree."""
+  tokens = np.asarray(run(target, drafter, rule, warp[0], jnp.array(eos)))
+  return min(
+    oracles.p_value(
+      tokens[:, i], oracles.joint(TARGET, prompt, STEPS, warp[1], eos)
+    )
+    for i, prompt in enumerate(PROMPTS)
+  )
+
+
+class Leaky(Markov):
+  """Commits rejected nodes too, if it leaks."""
+
+  def __init__(self, leaks):
+    super().__init__(TARGET)
+    self.leaks = nnx.Param(jnp.array(leaks))
+
+  def commit(self, cache, rows, kept, chain=True):
+    leaks = self.leaks[...] & (kept.shape[1] < decode.CHUNK)
+    return super().commit(cache, rows, kept | leaks, chain)
+
+
+@component
+class Stale(ModelDrafter):
+  """Claims, if stale, the model's law, whatever the warp it drew with."""
+
+  stale: bool = False
+
+  def propose(self, target, cache, memory, keys, tokens, length):
+    draft, memory = super().propose(target, cache, memory, keys, tokens, length)
+    pending = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    before = jnp.concatenate([pending, draft.tokens[:, :-1]], 1)
+    claimed = self.model.logits[...][before]
+    logits = jnp.where(self.stale, claimed, draft.logits)
+    return dataclasses.replace(draft, logits=logits), memory
+
+
+@component
+class Faulty:
+  """`rejection`, with its law replaced by that of a fault."""
+
+  fault: int
+
+  def __call__(self, noise, draft, log_p):
+    verdict = verify.rejection(noise, draft, log_p)
+    count = verdict.accepted.sum()
+    whole = count == draft.tokens.shape[0]
+    laws = [
+      verdict.law,
+      log_p[count],
+      jnp.where(whole, log_p[count - 1], verdict.law),
+    ]
+    return verdict._replace(law=jnp.stack(laws)[self.fault])
+
+
+NO_FAULT, NO_RESIDUAL, BONUS_FROM_THE_ROW_ABOVE = range(3)
+
+
+def shipped(
+  warp=PLAIN, eos=NEVER, fault=NO_FAULT, leaks=False, drawn=1.0, stale=False
+):
+  """p-value of rejection behind a draft model that draws at `drawn`."""
+  drafter = Stale(Markov(DRAFT), 3, warps.Temperature(drawn), stale)
+  return p_value(Leaky(leaks), drafter, Faulty(fault), warp, eos)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'warp': narrowed(0.7, 1.0)},
+    {'warp': narrowed(0.7, 0.8)},
+    {'warp': narrowed(1.0, 0.8), 'drawn': 0.5},
+    {'drawn': 0.0},
+    {'eos': (1,)},
+  ],
+)
+def test_rejection_has_the_law_of_the_target(settings):
+  assert shipped(**settings) >= 1e-4
+
+
+@pytest.mark.parametrize(
+  'fault',
+  [
+    {'fault': NO_RESIDUAL},
+    {'fault': BONUS_FROM_THE_ROW_ABOVE},
+    {'leaks': True},
+    # The most probable token, tested as if it had been drawn.
+    {'drawn': 0.0, 'stale': True},
+    # Drawn at one temperature, tested at another.
+    {'drawn': 0.5, 'stale': True},
+    # The target is scored without the warp that was asked for.
+    {'warp': (PLAIN[0], narrowed(0.7, 1.0)[1])},
+    {'warp': (PLAIN[0], narrowed(1.0, 0.8)[1])},
+  ],
+)
+def test_a_planted_fault_is_found(fault):
+  assert shipped(**fault) < 1e-4
+
+
+@pytest.mark.parametrize(
+  'drafter',
+  [
+    NoDrafter(),
+    NGram(2),
+    ModelDrafter(Markov(DRAFT), 1),
+  ],
+)
+def test_rejection_has_the_law_of_the_target_behind_any_drafter(drafter):
+  assert p_value(Markov(TARGET), drafter, Faulty(NO_FAULT)) >= 1e-4
+
+
+@component
+class Wary:
+  """Drafts only where the draft it last lost there began with token 0.
+
+  It may: what was discarded is history, as long as the new noise is fresh.
+  """
+
+  logits: jax.Array
+  keyed: int
+
+  def init(self, target, batch, size):
+    return jnp.zeros((batch, 2), jnp.int32), jnp.zeros(batch, jnp.int32)
+
+  def propose(self, target, cache, memory, keys, tokens, length):
+    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
+    node = jnp.broadcast_to(jnp.arange(2), (len(length), 2))
+    position = length[:, None] + node
+    apart = jax.vmap(jax.random.fold_in, (0, None))(keys.target, 1 << 20)
+    choices = [
+      fold(keys.draft, node),
+      fold(apart, position),
+      fold(keys.target, position),
+    ]
+    draw = jax.vmap(jax.vmap(draws.gumbel, (0, None)), (0, None))
+    drawn = draw(jnp.stack(choices)[self.keyed], self.logits)
+    lost, start = memory
+    i = (length - start)[:, None]
+    lost = jnp.take_along_axis(lost, jnp.clip(i, 0, 1), 1)
+    valid = jnp.broadcast_to((i > 1) | (lost == 0), drawn.shape)
+    logits = jnp.broadcast_to(self.logits, (*drawn.shape, len(self.logits)))
+    return Draft(drawn, logits=logits, valid=valid), (drawn, length)
+
+  def observe(self, target, memory, block, kept, output):
+    return memory
+
+
+BY_ROUND, BY_POSITION, BY_TARGET = range(3)
+
+
+@component
+class Either:
+  """`sampler_match` or `rejection`."""
+
+  match: bool
+
+  def __call__(self, *args):
+    pair = verify.sampler_match(*args), verify.rejection(*args)
+    return jax.tree.map(lambda a, b: jnp.where(self.match, a, b), *pair)
+
+
+def wary(keyed, match=False):
+  drafter = Wary(jnp.log(jnp.array([0.45, 0.1, 0.45])), keyed)
+  return p_value(Markov(TARGET), drafter, Either(match))
+
+
+def test_draft_noise_is_fresh_in_every_round():
+  assert wary(BY_ROUND) >= 1e-4
+  assert wary(BY_POSITION) < 1e-4
+
+
+def test_only_sampler_match_may_share_the_key_of_draft_and_final_draw():
+  """The recovery of `rejection` would draw with the noise that was rejected."""
+  assert wary(BY_TARGET) < 1e-4
+  assert wary(BY_TARGET, match=True) >= 1e-4
+  assert wary(BY_ROUND, match=True) >= 1e-4
+
+
+@component
+class Block:
+  """Block verification, which tests behind a failed test.
+
+  (Sun et al. 2024, arXiv 2403.10444, Algorithm 2.)
+  """
+
+  by_position: bool
+
+  def __call__(self, noise, draft, log_p):
+    p, q = jnp.exp(log_p), jax.nn.softmax(draft.logits)
+    n = len(q)
+    own = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 7)))
+    log_u = jnp.where(
+      self.by_position, jnp.log1p(-own(noise.draws[:n])), noise.log_u
+    )
+    share, count, left = 1.0, 0, jnp.maximum(p[0] - q[0], 0)
+    for i, x in enumerate(draft.tokens):
+      share = jnp.minimum(share * p[i, x] / q[i, x], 1)
+      if i + 1 < n:
+        excess = jnp.maximum(share * p[i + 1] - q[i + 1], 0)
+        chance = excess.sum() / (excess.sum() + 1 - share)
+      else:
+        excess, chance = p[n], share
+      passed = log_u[i] <= jnp.log(chance)
+      count = jnp.where(passed, i + 1, count)
+      left = jnp.where(passed, excess, left)
+    accepted = jnp.arange(n) < count
+    law = jnp.log(left / left.sum())
+    return Verdict(accepted, law, jnp.zeros(n), jnp.array(0))
+
+
+def test_accept_noise_is_fresh_in_every_round():
+  drafter = ModelDrafter(Markov(DRAFT), 2)
+  assert p_value(Markov(TARGET), drafter, Block(False)) >= 1e-4
+  assert p_value(Markov(TARGET), drafter, Block(True)) < 1e-4
