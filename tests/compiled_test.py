@@ -1,0 +1,137 @@
+"""What XLA makes of a round: no copies, no sorts, and little but the models."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toys
+
+from specjax import decode, generation, verify, warps
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
+from specjax.drafters.none import NoDrafter
+from specjax.models.transformer import Transformer
+
+V = 61  # no other size in these programs
+SIZES = dict(vocab_size=V, width=8, heads=4, kv_heads=2, head_dim=6, hidden=10)
+INSTRUCTION = re.compile(r'%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(')
+# What passes a buffer on, or changes a part of it in place.
+IN_PLACE = {
+  'parameter',
+  'get-tuple-element',
+  'bitcast',
+  'dynamic-update-slice',
+  'fusion',  # whose parts are listed too
+}
+
+
+class Hasty(Transformer):
+  """A model whose rows are ready before its attention has read the cache."""
+
+  def extend(self, block, cache, taps=()):
+    size = block.tokens.shape[1]
+    positions = cache.length[:, None] + jnp.arange(size)
+    visible = jnp.tril(jnp.ones((1, size, size), bool))
+    return self._run(block.tokens, positions, visible, cache, taps)
+
+
+def arguments(target, drafter, batch):
+  """Of prefill, as shapes."""
+  length = jax.ShapeDtypeStruct((batch,), jnp.int32)
+  tokens = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
+  row = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+  return target, drafter, tokens, length, length, length, row
+
+
+def advance_program(target, drafter, batch):
+  """The compiled text of the shipped loop, and its state as shapes."""
+  state = jax.eval_shape(decode.prefill, *arguments(target, drafter, batch))
+  eos = jax.ShapeDtypeStruct((1,), jnp.int32)
+  lowered = generation.advance.lower(
+    target, drafter, verify.rejection, warps.UNCHANGED, eos, state, 9
+  )
+  return lowered.compile(toys.QUICK).as_text(), state
+
+
+def instructions(text):
+  """Yields the shape and the name of each instruction with one result."""
+  for found in INSTRUCTION.finditer(text):
+    yield tuple(int(n) for n in found[1].split(',') if n), found[2]
+
+
+def copies(text, state):
+  """Names of instructions that write every element of a cache buffer."""
+  buffers = {
+    (math.prod(leaf.shape), leaf.shape[2])
+    for leaf in jax.tree.leaves((state.cache, state.memory))
+    if leaf.ndim == 4
+  }
+  return {
+    name
+    for shape, name in instructions(text)
+    for elements, length in buffers
+    if math.prod(shape) == elements and length in shape
+  } - IN_PLACE
+
+
+@pytest.mark.parametrize('batch', [1, 3])
+@pytest.mark.parametrize('name', ['none', 'model', 'ngram'])
+def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
+  draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
+  drafter = {
+    'none': NoDrafter(),
+    'model': ModelDrafter(draft, 4),
+    'ngram': NGram(4),
+  }[name]
+  text, state = advance_program(toys.transformer(**SIZES), drafter, batch)
+  assert ' while(' in text and 'dynamic-update-slice' in text
+  # Not even on entry, for the state is donated.
+  assert not copies(text, state)
+  names = {name for _, name in instructions(text)}
+  assert 'sort' not in names and 'topk' not in text.lower()
+
+
+def test_a_copy_of_the_cache_would_be_seen():
+  target = toys.transformer(cls=Hasty, **SIZES)
+  text, state = advance_program(target, NoDrafter(), 1)
+  assert 'copy' in copies(text, state)
+
+
+def test_a_sort_would_be_seen():
+  text = jax.jit(jnp.sort).lower(jnp.zeros((3, V))).compile().as_text()
+  assert 'sort' in {name for _, name in instructions(text)}
+
+
+def logits_made(text):
+  """Rows of logits in the largest array of them."""
+  return max(
+    (math.prod(s[:-1]) for s, _ in instructions(text) if s[-1:] == (V,)),
+    default=0,
+  )
+
+
+def test_prefill_makes_no_logits():
+  target = toys.transformer(**SIZES)
+  drafter = ModelDrafter(toys.transformer(**{**SIZES, 'layers': 1}), 4)
+  given = arguments(target, drafter, 2)
+  assert logits_made(prefill_text(decode.prefill, given)) == 0
+
+  def wasteful(target, drafter, tokens, *rest):
+    state = decode.prefill(target, drafter, tokens, *rest)
+    output, _ = target.extend(decode.Block(tokens), state.cache)
+    return state, target.unembed(output.features).max()
+
+  assert logits_made(prefill_text(wasteful, given)) >= tokens_in(given)
+  # A round makes no more than it verifies.
+  text, _ = advance_program(target, NoDrafter(), 3)
+  assert logits_made(text) == 3
+
+
+def prefill_text(prefill, given):
+  return jax.jit(prefill).lower(*given).compile(toys.QUICK).as_text()
+
+
+def tokens_in(given):
+  return math.prod(given[2].shape)
