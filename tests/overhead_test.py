@@ -115,7 +115,7 @@ def plain_loop(model, tokens, row, count):
 
 
 def test_plain_decoding_costs_what_a_hand_written_loop_does(target):
-  count = 96
+  count = 64
   drafter = NoDrafter()
   state = ready(target, drafter)
   advance = jax.jit(decode.advance, static_argnums=2)
