@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 
 from specjax import decode, generation, verify
 from specjax.drafters.model import ModelDrafter
@@ -26,6 +27,26 @@ CYCLE = np.full((V, V, V), -5, np.float32)
 CYCLE[:, np.arange(V), (np.arange(V) + 1) % V] = 5
 PROMPTS = [[3], [1, 2], [4, 4, 4], [0, 9, 8, 7, 6, 5, 4, 3, 2, 1], [7] * 30]
 NEVER = (V - 1, V - 1)  # two end ids that no law of a barred table holds
+
+
+SHIPPED = {'advance': generation.advance, '_prefill': generation._prefill}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def quick_compilation():
+  """Most programs here run a few times only."""
+  advance = toys.jit(decode.advance, static_argnums=2, donate_argnums=5)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(generation, 'advance', advance)
+    patch.setattr(generation, '_prefill', toys.jit(decode.prefill))
+    yield
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+  """Puts the programs back that users get."""
+  for name, program in SHIPPED.items():
+    monkeypatch.setattr(generation, name, program)
 
 
 def barred(table):
@@ -399,8 +420,8 @@ def test_a_longer_draft_than_the_state_was_made_for_is_refused():
     advance(NGram(3), state, 1)
 
 
-def test_numbers_do_not_recompile():
-  programs = generation.advance, generation._prefill
+def test_numbers_do_not_recompile(shipped):
+  programs = SHIPPED.values()
   drafter = functools.partial(drafting, NEAR, 4)
   generate(drafter())
   sizes = [program._cache_size() for program in programs]
@@ -421,7 +442,7 @@ def test_numbers_do_not_recompile():
   assert sizes == [program._cache_size() for program in programs]
 
 
-def test_the_loop_moves_nothing_between_host_and_device():
+def test_the_loop_moves_nothing_between_host_and_device(shipped):
   drafter = drafting(NEAR, 4)
   state = begin(drafter, 12)
   args = jax.device_put((drafter, Temperature(0.0), jnp.array(NEVER), 99))

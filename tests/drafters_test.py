@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 
 from specjax import decode, generation, verify
 from specjax.drafters.model import ModelDrafter
@@ -28,7 +29,7 @@ DRAFTERS = {
 every = pytest.mark.parametrize('name', DRAFTERS)
 
 
-@jax.jit
+@toys.jit
 def propose(drafter, tokens, length, seed=0):
   """What `drafter` proposes on a cold memory."""
   batch, size = tokens.shape
@@ -101,7 +102,7 @@ def test_one_memory_serves_any_schedule_of_lengths():
 
   Every count of accepted nodes comes up at every length up to four.
   """
-  step = jax.jit(decode.step, static_argnums=2)
+  step = toys.jit(decode.step, static_argnums=2)
   drafter, eos = DRAFTERS['model'], jnp.zeros(0, jnp.int32)
   rng, seen = np.random.default_rng(0), set()
   for seed in range(8):

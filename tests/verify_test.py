@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 
 from specjax import verify
 from specjax.types import Draft, Noise
@@ -23,7 +24,7 @@ P5 = np.array([0.1, 0.2, 0.3, 0.15, 0.25])
 Q5 = np.array([0.4, 0.1, 0.1, 0.3, 0.1])
 
 
-@functools.partial(jax.jit, static_argnames='rule')
+@functools.partial(toys.jit, static_argnames='rule')
 def run(log_u, draft, log_p, rule=verify.rejection):
   """The rule on a batch, compiled; keys matter to sampler_match only."""
   keys = jax.random.split(jax.random.key(0), log_p.shape[:2])

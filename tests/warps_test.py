@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 
 from specjax import warps
 from specjax.warps import UNCHANGED, Greedy, MinP, Temperature, TopK, TopP
@@ -24,7 +25,7 @@ ALL = [
 P = np.array([0.45, 0.25, 0.2, 0.1])
 
 
-@jax.jit
+@toys.jit
 def apply(warp, logits):
   return warp(logits)
 
