@@ -164,8 +164,9 @@ class Transformer(nnx.Module):
     # A layer's rows are known before its attention has read the cache, and XLA
     # would copy every buffer so as to write them early. Made to depend on what
     # comes last, they are written in place. (A barrier does not achieve it.)
-    sound = jnp.isfinite(output.features[:, -1, -1])[:, None, None, None]
-    return output, jax.tree.map(lambda r: jnp.where(sound, r, jnp.nan), rows)
+    # The condition only fails where the rule would meet a NaN.
+    sound = jnp.isfinite(output.features[..., -1])[:, None, :, None]
+    return output, jax.tree.map(lambda r: jnp.where(sound, r, 0), rows)
 
   def commit(
     self, cache: caches.Cache, rows: tuple, kept: Array, chain: bool = True
