@@ -232,12 +232,20 @@ def measure(
 def means(
   parts: Iterable[dict[str, tuple[Array, Array]]],
 ) -> dict[str, Array]:
-  """Divides once what `measure` gave for several batches."""
+  """Divides once what `measure` gave for several batches.
+
+  Args:
+    parts: a sum and its weight by name, one dictionary per batch.
+
+  Returns:
+    The means, and the draft's own `perplexity`, exp of its mean nats.
+  """
   total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
-  return {
+  mean = {
     name: value / jnp.maximum(weight, 1.0)
     for name, (value, weight) in total.items()
   }
+  return {**mean, 'perplexity': jnp.exp(mean['nats'])}
 
 
 def _pick(law: Array, labels: Array) -> Array:
