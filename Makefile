@@ -17,10 +17,10 @@ help: ## list what there is to do
 		while IFS='|' read -r name what; do printf '%-18s %s\n' "$$name" "$$what"; done
 
 demo: $(STAMP) ## train a target, distil drafts, measure the speedup (12 minutes)
-	$(RUN) train/pretrain.py --config configs/demo.py
-	$(RUN) eval/ablation.py --config configs/demo.py
-	$(RUN) eval/speedup.py --config configs/demo.py
-	$(RUN) eval/generate.py --prompt "def main("
+	$(RUN) train/pretrain.py --config configs/stdlib.py
+	$(RUN) eval/ablation.py --config configs/stdlib.py
+	$(RUN) eval/speedup.py --workdir runs/stdlib
+	$(RUN) eval/generate.py --workdir runs/stdlib --prompt "def main("
 
 test: $(STAMP) ## run the tests but the slow ones
 	$(RUN) -m pytest -q -m "not slow"

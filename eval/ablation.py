@@ -2,10 +2,11 @@
 
     python eval/ablation.py --config configs/stdlib.py
 
-All drafts are trained together, on the same batches and behind one shared pass
-of the target. Writes `ablation.json` and a plot into the run, and makes the
-best draft the run's draft where it has none. The same command goes on after an
-interruption.
+The drafts of a seed start alike, see the same batches and are trained together
+behind one shared pass of the target; another seed changes both. Each is
+measured after its last step. Writes `ablation.json` and a plot into the run,
+and makes the best draft the run's draft where it has none. The same command
+goes on after an interruption.
 """
 
 import math
@@ -28,44 +29,42 @@ from specjax import (
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
 
-SECTIONS = ('corpus', 'target', 'pretrain')
-OWN = ('draft', 'distill', 'ablation')
+OWN = ('draft', 'distill', 'validation')
 
 
 def main(config, folder):
   """Trains the drafts, measures them, and says which is best."""
   config = config.to_dict()
-  students = [
-    (weight, seed)
-    for weight in config['ablation']['kl_weights']
-    for seed in range(config['ablation']['seeds'])
-  ]
-  objectives = [distill.objective(weight) for weight, _ in students]
-  begun = Checkpoints(folder / 'ablation')
+  weights = list(config['ablation']['kl_weights'])
+  objectives = stack([distill.objective(weight) for weight in weights])
+  begun = Checkpoints(folder / 'ablation' / 'seed0')
   if begun.latest() is not None:
     old = begun.meta(begun.latest())['config']
-    runs.refuse_changes(begun.directory, old, config, OWN)
-  runs.open_run(folder, config, SECTIONS, set(config) - {'workdir', *SECTIONS})
-  workspace = Workspace(folder, runs.read_json(folder / 'config.json'))
+    new = {**config, 'kl_weights': weights}
+    runs.refuse_changes(folder / 'ablation', old, new, (*OWN, 'kl_weights'))
+  workspace = Workspace.create(folder, config)
   target = workspace.target()
-  trained, scores = train(workspace, target, students, stack(objectives))
-  points = [
-    {'kl_weight': weight, 'seed': seed}
-    | {name: float(value[i]) for name, value in scores.items()}
-    for i, (weight, seed) in enumerate(students)
-  ]
-  report(workspace, points)
-  best = max(range(len(points)), key=lambda i: points[i]['block_efficiency'])
-  promote(workspace, jax.tree.map(lambda x: x[best], trained), points[best])
+  points, best = [], None
+  for seed in range(config['ablation']['seeds']):
+    drafters, scores = train(workspace, target, weights, objectives, seed)
+    for i, weight in enumerate(weights):
+      measured = {name: float(value[i]) for name, value in scores.items()}
+      points.append({'kl_weight': weight, 'seed': seed, **measured})
+      score = measured['block_efficiency']
+      if best is None or score > best[0]['block_efficiency']:
+        best = points[-1], jax.tree.map(lambda x, i=i: x[i], drafters)
+  report(workspace, weights, points)
+  promote(workspace, *best)
 
 
-def train(workspace: Workspace, target, students, objectives):
+def train(workspace: Workspace, target, weights, objectives, seed):
   """Trains `[P]` drafts at once; returns them and their measurements `[P]`."""
   c, decode = workspace.config['distill'], workspace.config['decode']
+  name = f'seed{seed}'
   tx = distill.optimizer(
     c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
   )
-  drafters = stack([workspace.new_drafter(seed) for _, seed in students])
+  drafters = stack([workspace.new_drafter(c['seed'] + seed)] * len(weights))
   state = jax.vmap(lambda model: distill.init(model, tx))(drafters)
   # The target and the batch are not mapped, so they are computed on once.
   update = jax.jit(
@@ -94,33 +93,36 @@ def train(workspace: Workspace, target, students, objectives):
   def evaluate(drafters):
     measured = scores(drafters)
     each = {
-      f'{name}/kl_weight={weight:g}/seed={seed}': float(values[i])
+      f'{name}/kl_weight={weight:g}': float(values[i])
       for name, values in measured.items()
-      for i, (weight, seed) in enumerate(students)
+      for i, weight in enumerate(weights)
     }
-    return {**each, 'acceptance': float(measured['acceptance'].max())}
+    return each | {
+      name: float(measured[name].max())
+      for name in ('acceptance', 'block_efficiency')
+    }
 
+  config = {key: workspace.config[key] for key in OWN}
   state = training.fit(
     state,
     step,
-    data.Batches(workspace.windows('train'), c['batch'], c['seed']),
+    data.Batches(workspace.windows('train'), c['batch'], c['seed'] + seed),
     evaluate,
     steps=c['steps'],
     every=c['eval_every'],
-    folder=workspace.folder / 'ablation',
-    log=workspace.folder / 'logs' / 'ablation',
-    meta={'config': {key: workspace.config[key] for key in OWN}},
-    score=lambda values: values['acceptance'],
-    show=('acceptance',),
+    folder=workspace.folder / 'ablation' / name,
+    log=workspace.folder / 'logs' / 'ablation' / name,
+    meta={'config': {**config, 'kl_weights': weights}},
+    score=lambda values: values['block_efficiency'],
+    show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
   )
   return state.model, scores(state.model)
 
 
-def report(workspace: Workspace, points):
+def report(workspace: Workspace, weights, points):
   """Writes the table, the JSON file and the plot."""
   k = workspace.config['decode']['k']
-  weights = list(workspace.config['ablation']['kl_weights'])
   rows = [[p for p in points if p['kl_weight'] == w] for w in weights]
   base = rows[weights.index(min(weights))]
   table = rich.table.Table(title='on held-out text that the target wrote')
@@ -140,14 +142,16 @@ def report(workspace: Workspace, points):
   path = workspace.folder / 'ablation.json'
   runs.write_json(
     path,
-    {
-      'k': k,
-      'temperature': workspace.config['decode']['temperature'],
-      'points': points,
-      'acceptance_gain': gains,
-      'versions': runs.versions(),
-      'device': runs.device(),
-    },
+    runs.portable(
+      {
+        'k': k,
+        'temperature': workspace.config['decode']['temperature'],
+        'points': points,
+        'acceptance_gain': gains,
+        'versions': runs.versions(),
+        'device': runs.device(),
+      }
+    ),
   )
 
   def grid(name):
@@ -173,14 +177,14 @@ def interval(values, sign='') -> str:
   return f'{mean:{sign}.3f}{wide}'
 
 
-def promote(workspace: Workspace, drafter, point):
+def promote(workspace: Workspace, point, drafter):
   """Makes a draft the run's own, unless it has one."""
   drafts = Checkpoints(workspace.folder / 'draft')
   what = f'KL weight {point["kl_weight"]:g}, seed {point["seed"]}'
   if drafts.latest() is not None:
     print(f'best: {what}; {drafts.directory} stays as it is')
     return
-  config = {key: workspace.config[key] for key in ('draft', 'distill')}
+  config = {key: workspace.config[key] for key in OWN}
   drafts.save(
     workspace.config['distill']['steps'],
     {'model': drafter},

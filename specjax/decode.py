@@ -77,7 +77,7 @@ class DecodeState(NamedTuple):
     row: `[B]` keys.
     cache: the target's cache; describes `tokens[:length - 1]`.
     memory: the drafter's.
-    fault: `[B]` int32, bits of `verify`'s faults that end a row.
+    fault: `[B]` int32, `verify.NAN` where a law was; that ends a row.
     stats: counts.
   """
 
@@ -130,6 +130,10 @@ def step(
   Returns:
     The next state, in which a row that was done is unchanged, and what was
     seen.
+
+  Raises:
+    ValueError: at trace time, for a draft that is not a chain or is longer
+      than the state was made for.
   """
   s = state
   fold = jax.vmap(jax.random.fold_in, (0, None))
@@ -139,6 +143,8 @@ def step(
   draft, memory = drafter.propose(
     target, s.cache, s.memory, keys, s.tokens, s.length
   )
+  if draft.parents is not None:
+    raise ValueError('step decodes chains: this draft has parents')
   n = draft.tokens.shape[1]
   pending = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, 1)
   block = Block(jnp.concatenate([pending, draft.tokens], 1))
@@ -194,7 +200,7 @@ def step(
     row=s.row,
     cache=target.commit(s.cache, rows, kept),
     memory=drafter.observe(target, memory, block, kept, output),
-    fault=s.fault | broken,
+    fault=s.fault | (broken & NAN),
     stats=stats._replace(origin=write(s.stats.origin, origin)),
   )
   return state, Round(draft, verdict.accepted, tokens, count)
@@ -243,10 +249,11 @@ def prefill(
 
   Args:
     target: whose cache is filled.
-    drafter: whose memory is. The state serves it and its shorter kin `at(k)`.
+    drafter: which observes the same chunks. The state serves it and its
+      shorter kin `at(k)`.
     tokens: `[B, T]` int32, prompts from the left, T at least every `stop`.
     length: `[B]` prompt lengths, at least 1.
-    stop: `[B]` length at which a row ends.
+    stop: `[B]` length at which a row ends, T at the latest.
     earliest: `[B]` first position that may hold an end token.
     row: `[B]` keys.
 
@@ -280,9 +287,9 @@ def prefill(
   return DecodeState(
     tokens=tokens,
     length=length,
-    stop=stop,
+    stop=jnp.minimum(stop, size),
     earliest=earliest,
-    done=length >= stop,
+    done=length >= jnp.minimum(stop, size),
     row=row,
     cache=cache,
     memory=memory,

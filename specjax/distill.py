@@ -100,7 +100,20 @@ def optimizer(
 
 
 def init(model: Any, tx: optax.GradientTransformation) -> TrainState:
-  """The state before the first step."""
+  """The state before the first step.
+
+  Raises:
+    ValueError: if a parameter is of low precision, in which small updates
+      would be lost.
+  """
+  # Strong types, as they are after a step: else the step compiles twice.
+  model = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), model)
+  low = {str(x.dtype) for x in jax.tree.leaves(model)} - {'float32'}
+  if low:
+    raise ValueError(
+      f'parameters of type {", ".join(sorted(low))} cannot be trained: set'
+      " dtype to 'float32'"
+    )
   return TrainState(model, tx.init(model), jnp.zeros((), jnp.int32))
 
 
@@ -198,9 +211,9 @@ def measure(
     batch: windows whose weight marks what the target wrote.
 
   Returns:
-    For `acceptance`, `kl`, `nats` (of the draft's own law, no warp),
-    `target_nats` and `block_efficiency`: a weighted sum and its weight, to be
-    added over batches.
+    For `acceptance` and `block_efficiency`, of the laws after the warp, and
+    for `kl`, `nats` (of the draft) and `target_nats`, of those before it: a
+    weighted sum and its weight, to be added over batches.
   """
   output = target.forward(batch.tokens, batch.segments)
   own = drafter.score(target, batch, output)[:, :, 0]
@@ -211,7 +224,7 @@ def measure(
     log_q, log_p = jax.nn.log_softmax(warp(q)), jax.nn.log_softmax(warp(p))
     return {
       'acceptance': metrics.acceptance(log_p, log_q),
-      'kl': metrics.kl(log_p, log_q),
+      'kl': metrics.kl(jax.nn.log_softmax(p), jax.nn.log_softmax(q)),
       'nats': losses.cross_entropy(q, labels),
       'target_nats': losses.cross_entropy(p, labels),
       'log_p': _pick(log_p, labels),

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 SPLITS = ('train', 'validation', 'test')
 HELD_OUT = 0.05  # the share of the documents in each of the last two splits
-MAX_CHARACTERS = 16 * 1024  # longer files become several documents
+ENOUGH = 20  # files, for each to stay one document
+MAX_CHARACTERS = 16 * 1024  # of a document, where there are fewer
 
 _NOT_LIBRARY = frozenset(
   ('test', 'tests', 'idle_test', 'site-packages', 'dist-packages')
@@ -48,8 +49,9 @@ def files(pattern: str) -> Iterator[Document]:
     pattern: a glob; `~` and `**` are expanded.
 
   Yields:
-    Documents of at most `MAX_CHARACTERS`, cut at line ends where there are any,
-    so that one large file has enough of them for three splits.
+    One document a file. Of fewer than `ENOUGH` files, pieces of at most
+    `MAX_CHARACTERS`, cut at line ends where there are any, so that one large
+    file has enough for three splits; pieces of one file may then lie in two.
 
   Raises:
     ValueError: no file matches.
@@ -59,8 +61,10 @@ def files(pattern: str) -> Iterator[Document]:
   if not paths:
     raise ValueError(f'no file matches files:{pattern}')
   for path in paths:
-    for i, text in enumerate(_pieces(_read(path))):
-      yield Document(f'{path}#{i}', text)
+    text = _read(path)
+    pieces = [text] if len(paths) >= ENOUGH else _pieces(text)
+    for i, piece in enumerate(pieces):
+      yield Document(f'{path}#{i}', piece)
 
 
 def assign(documents: Sequence[Document]) -> dict[str, list[Document]]:

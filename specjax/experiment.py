@@ -27,6 +27,9 @@ Path = pathlib.Path
 
 _GO_ON = ': the same command goes on from the newest checkpoint'
 
+# Types of error that specjax raises on purpose; see `deliberate`.
+_ERRORS = (ValueError, TypeError, OSError, RuntimeError, FloatingPointError)
+
 # A flag is listed by --help if the script that was started defined it.
 flags.disclaim_key_flags()
 
@@ -77,11 +80,13 @@ def app(
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
       config = override(load(source), overrides)
-      main(config, Path(flags.FLAGS.workdir or config.workdir))
+      # A run may have been moved since its configuration was written.
+      home = source.parent if isinstance(source, Path) else config.workdir
+      main(config, Path(flags.FLAGS.workdir or home))
     except KeyboardInterrupt:
       print(f'\ninterrupted{_GO_ON if resumable else ""}', file=sys.stderr)
       sys.exit(130)
-    except (ValueError, TypeError, OSError) as error:
+    except _ERRORS as error:
       if not deliberate(error):
         raise
       fail(error)
@@ -203,10 +208,12 @@ def override(
   return config
 
 
-def _source(page: str | None, workdir: str | None, default: str | None) -> Any:
-  """Where the configuration comes from; see `app`."""
+def _source(
+  page: str | None, workdir: str | None, default: str | None
+) -> str | Path:
+  """The configuration: a page's name, or the file of a run; see `app`."""
   if page:
-    return page
+    return Path(page) if page.endswith('.json') else page
   if workdir and ((Path(workdir) / 'config.json').exists() or not default):
     return Path(workdir) / 'config.json'
   if default:

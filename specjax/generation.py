@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,7 +70,8 @@ def generate(
     The result.
 
   Raises:
-    ValueError: for an empty prompt or an id outside the vocabulary.
+    ValueError: for an empty prompt, an id outside the vocabulary, a negative
+      limit, or limits or keys of another number than the prompts.
     FloatingPointError: if a law became NaN, naming the rows.
   """
   state = start(
@@ -106,8 +106,8 @@ def start(
       f'prompt {int(np.argmin(length))} is empty: give at least one token,'
       ' such as the end-of-document id'
     )
-  new = np.broadcast_to(np.asarray(max_new_tokens, np.int32), length.shape)
-  least = np.broadcast_to(np.asarray(min_new_tokens, np.int32), length.shape)
+  new = _per_row('max_new_tokens', max_new_tokens, len(length))
+  least = _per_row('min_new_tokens', min_new_tokens, len(length))
   if new.min() < 0 or least.min() < 0:
     raise ValueError(
       f'max_new_tokens is {max_new_tokens} and min_new_tokens'
@@ -118,6 +118,8 @@ def start(
   for row, prompt in zip(tokens, prompts, strict=True):
     row[: len(prompt)] = prompt
   _require_ids('prompt token', tokens, target.vocab_size)
+  if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    raise ValueError(f'key is {key.dtype}{list(key.shape)}: use jax.random.key')
   rows = key if key.ndim else _row_keys(key, len(length))
   if rows.shape != length.shape:
     raise ValueError(f'{rows.shape[0]} keys for {len(length)} prompts')
@@ -150,9 +152,17 @@ def finish(state: decode.DecodeState, prompt_length) -> Result:
 _prefill = jax.jit(decode.prefill)
 
 # `decode.advance`, compiled; the state is donated.
-advance = functools.partial(jax.jit, static_argnums=2, donate_argnums=5)(
-  decode.advance
-)
+advance = jax.jit(decode.advance, static_argnums=2, donate_argnums=5)
+
+
+def _per_row(name: str, value: int | Sequence[int], rows: int) -> np.ndarray:
+  array = np.asarray(value, np.int32)
+  if array.shape not in ((), (rows,)):
+    raise ValueError(
+      f'{name} has shape {list(array.shape)}: give one number, or one for each'
+      f' of the {rows} prompts'
+    )
+  return np.broadcast_to(array, (rows,))
 
 
 def _row_keys(key: Key, batch: int) -> Key:

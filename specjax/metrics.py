@@ -91,6 +91,8 @@ def block_efficiency(
       f'draft length {k} needs to be in [1, T]; T is {log_p_y.shape[1]}'
     )
   log_ratio = log_q_y.astype(jnp.float32) - log_p_y.astype(jnp.float32)
+  # p = q = 0: a greedy choice that rounding turned; it would not pass.
+  log_ratio = jnp.where(jnp.isnan(log_ratio), -jnp.inf, log_ratio)
   log_pass = jnp.where(valid, jnp.minimum(log_ratio, 0), -jnp.inf)
   # [K, B, starts]. Shifted copies and not differences of one running sum: that
   # would be -inf - -inf past the first token which the draft cannot say.
@@ -136,14 +138,15 @@ def summarize(*results: generation.Result) -> dict[str, Any]:
       run weighs more than a short one and one without drafts changes no rate.
 
   Returns:
-    The counts `rounds`, `tokens`, `drafted`, `accepted`, and the numbers
+    The counts `rounds`, `tokens`, `drafted`, `accepted`, `empty_residuals`
+    (rejections that rounding left without a residual), and the numbers
     defined above: `acceptance_rate` (measured), `acceptance_by_depth` (a list),
     `accepted_per_round`, `tokens_per_round`; None where nothing was counted.
   """
   runs = [result.stats for result in results]
-  rounds, drafted, accepted = (
+  rounds, drafted, accepted, empty = (
     sum(int(np.sum(getattr(run, name))) for run in runs)
-    for name in ('rounds', 'drafted', 'accepted')
+    for name in ('rounds', 'drafted', 'accepted', 'empty_residuals')
   )
   tokens = sum(
     int(np.sum(np.asarray(r.length) - np.asarray(r.prompt_length)))
@@ -156,6 +159,7 @@ def summarize(*results: generation.Result) -> dict[str, Any]:
     'tokens': tokens,
     'drafted': drafted,
     'accepted': accepted,
+    'empty_residuals': empty,
     'acceptance_rate': _ratio(accepted, drafted),
     'acceptance_by_depth': [
       _ratio(a, b) for a, b in zip(passed, tested, strict=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from specjax import files
 
 Path = pathlib.Path
 
@@ -21,11 +24,19 @@ ABSENT = '(absent)'
 
 def write_json(path: str | Path, value: Any) -> None:
   """Writes a JSON file: all of it or, if interrupted, nothing."""
-  path = Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  draft = path.with_name(f'.{path.name}.{os.getpid()}')
-  draft.write_text(json.dumps(value, indent=2) + '\n')
-  draft.replace(path)
+  with files.atomic(path) as file:
+    file.write((json.dumps(value, indent=2) + '\n').encode())
+
+
+def portable(value: Any) -> Any:
+  """The value with what JSON has no number for as text: 'inf', 'nan'."""
+  if isinstance(value, Mapping):
+    return {key: portable(child) for key, child in value.items()}
+  if isinstance(value, list | tuple):
+    return [portable(child) for child in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  return value
 
 
 def read_json(path: str | Path) -> Any:
@@ -124,6 +135,8 @@ def refuse_changes(
   Raises:
     ValueError: they differ; the message lists every value that does.
   """
+  # Through JSON, so that a tuple equals the list that it was written as.
+  new = json.loads(json.dumps(new))
   changes = []
   for section in sections:
     before = dict(_leaves(section, old.get(section, {})))

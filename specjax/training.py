@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specjax.checkpoint import Checkpoints
 from specjax.distill import TrainState
 from specjax.logs import Logger, Progress
 from specjax.types import Batch
+
+LOG_EVERY = 10  # steps whose mean is logged
 
 
 def fit(
@@ -31,7 +35,8 @@ def fit(
   """Trains from the newest checkpoint, or from `state` where there is none.
 
   Batch i is a function of i, so the number of the next step is all the
-  position there is, and a run that was killed goes on to the same bits.
+  position there is, and a run that was killed goes on to the same bits. The
+  scalars of the steps are logged as means over `LOG_EVERY` of them.
 
   Args:
     state: before the first step.
@@ -67,19 +72,28 @@ def fit(
       steps, log.name, initial=done, unit='tokens', scale=tokens
     ) as progress,
   ):
+    recent = []
     for i in progress:
       state, scalars = step(state, batches[i])
-      if (i + 1) % every and i + 1 < steps:
+      recent.append(scalars)
+      due = (i + 1) % every == 0 or i + 1 == steps
+      if not due and len(recent) < LOG_EVERY:
         continue
-      values = {name: float(value) for name, value in scalars.items()}
+      values = {
+        name: float(np.mean([one[name] for one in recent])) for name in scalars
+      }
+      recent = []
       if not math.isfinite(values['loss']):
         raise FloatingPointError(
-          f'the loss is {values["loss"]} at step {i + 1}: lower the learning'
+          f'the loss is {values["loss"]} by step {i + 1}: lower the learning'
           f' rate; {folder} keeps step {checkpoints.latest()}'
         )
-      values.update(evaluate(state.model))
+      if due:
+        values.update(evaluate(state.model))
       logger.write(i + 1, **values)
-      progress.show(**{name: values[name] for name in ('loss', *show)})
+      progress.show(**{k: values[k] for k in ('loss', *show) if k in values})
+      if not due:
+        continue
       checkpoints.save(
         i + 1,
         {'model': state.model, 'opt': state.opt},

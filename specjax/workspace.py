@@ -9,6 +9,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,10 @@ from specjax import (
 )
 from specjax.drafters.none import NoDrafter
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.types import Batch, Drafter
+from specjax.types import Batch, Drafter, Warp
+
+# What the target was made from; a draft belongs to all of it.
+TARGET = ('corpus', 'target', 'pretrain')
 
 
 class Workspace:
@@ -46,6 +50,49 @@ class Workspace:
     """Opens a run; nothing is read before it is needed."""
     self.folder = Path(folder)
     self.config = config
+
+  @classmethod
+  def create(cls, folder: Path, config: Mapping[str, Any]) -> Workspace:
+    """Opens a run to train in, and makes it if it is new.
+
+    Args:
+      folder: of the run.
+      config: its configuration. What the run already has must have been made
+        with the same values; the other sections are recorded anew.
+
+    Raises:
+      ValueError: it differs from what the run was made with.
+    """
+    frozen = ()
+    if checkpoint.Checkpoints(folder / 'target').latest() is not None:
+      frozen = TARGET
+    elif (folder / 'corpus.json').exists():
+      frozen = ('corpus',)
+    config = {**config, 'workdir': str(folder)}
+    runs.open_run(folder, config, frozen, set(config) - set(frozen))
+    return cls(folder, runs.read_json(folder / 'config.json'))
+
+  @classmethod
+  def look_at(cls, folder: Path, config: Mapping[str, Any]) -> Workspace:
+    """Opens a run that exists, to measure it.
+
+    Args:
+      folder: of the run.
+      config: its configuration, of which the sections that do not belong to
+        what was trained may have changed.
+
+    Raises:
+      FileNotFoundError: there is no run.
+      ValueError: its target was made from something else.
+    """
+    path = Path(folder) / 'config.json'
+    if not path.exists():
+      raise FileNotFoundError(
+        f'there is no run in {folder}: make one with `python train/distill.py'
+        f' --workdir {folder}`'
+      )
+    runs.refuse_changes(folder, runs.read_json(path), config, TARGET)
+    return cls(folder, config)
 
   @functools.cached_property
   def corpus(self) -> corpora.Corpus:
@@ -115,36 +162,41 @@ class Workspace:
 
     Raises:
       FileNotFoundError: the run has none yet.
+      ValueError: it is not trained to the end.
     """
     folder = self.folder / 'target'
-    self._require(folder, 'target', 'python train/pretrain.py')
+    command = f'python train/pretrain.py --workdir {self.folder}'
+    self._require(folder, 'target', command)
+    done = checkpoint.Checkpoints(folder).latest()
+    steps = self.config['pretrain']['steps']
+    if done < steps:
+      raise ValueError(
+        f'the target in {folder} is at step {done} of {steps}: `{command}` goes'
+        ' on with it'
+      )
     return checkpoint.load_model(
       folder, lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0))
     )
 
-  def drafter(self, name: str) -> Drafter:
+  def drafter(self, name: str, warp: Warp = warps.UNCHANGED) -> Drafter:
     """A distilled drafter, the best checkpoint of it.
 
     Args:
       name: its folder within the run, 'draft' unless it was named otherwise.
+      warp: what it samples with; the target's makes it accepted most.
 
     Raises:
       FileNotFoundError: the run has none yet.
       ValueError: it was trained with another tokenizer.
     """
     folder = self.folder / name
-    self._require(folder, name, f'python train/distill.py --draft={name}')
-    checkpoints = checkpoint.Checkpoints(folder)
-    trained = checkpoints.meta(checkpoints.best())['tokenizer']
-    if trained != self.tokenizer.hash:
-      raise ValueError(
-        f'{folder} was trained with tokenizer {trained[:12]} and the target'
-        f' with {self.tokenizer.hash[:12]}: distil it again'
-      )
+    command = f'python train/distill.py --workdir {self.folder} --draft={name}'
+    self._require(folder, 'draft' if name == 'draft' else name, command)
     size = self.tokenizer.vocab_size
-    return checkpoint.load_model(
+    drafter = checkpoint.load_model(
       folder, lambda c: _build_drafter(c, size, nnx.Rngs(0))
     )
+    return dataclasses.replace(drafter, warp=warp)
 
   def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
     """Held-out text that the target wrote, kept for the next call.
@@ -169,11 +221,17 @@ class Workspace:
         key=jax.random.key(0),
         max_new_tokens=wanted['tokens'],
         warp=warps.temperature(temperature),
+        # What follows an end of document is no text the target was trained on.
+        eos=[self.tokenizer.eos_id],
       )
       with files.atomic(path) as file:
-        np.savez(file, tokens=result.tokens[:, : size + wanted['tokens']])
-    tokens = np.load(path)['tokens']
-    batch = data.pad(tokens.tolist(), [size] * len(tokens))
+        np.savez(file, tokens=result.tokens, length=result.length)
+    kept = np.load(path)
+    rows = [
+      row[:end].tolist()
+      for row, end in zip(kept['tokens'], kept['length'], strict=True)
+    ]
+    batch = data.pad(rows, [size] * count, size + wanted['tokens'])
     return [Batch(*row) for row in zip(*batch, strict=True)]
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:
@@ -187,10 +245,17 @@ class Workspace:
     raise ValueError(f"corpus.tokenizer is {kind!r}: use 'bpe' or 'bytes'")
 
   def _require(self, folder: Path, what: str, command: str):
-    if checkpoint.Checkpoints(folder).latest() is None:
+    """Refuses what is absent or was trained with another tokenizer."""
+    checkpoints = checkpoint.Checkpoints(folder)
+    if checkpoints.latest() is None:
       raise FileNotFoundError(
-        f'{self.folder} has no {what} yet: run `{command} --workdir'
-        f' {self.folder}`'
+        f'{self.folder} has no {what} yet: run `{command}`'
+      )
+    trained = checkpoints.meta(checkpoints.best())['tokenizer']
+    if trained != self.tokenizer.hash:
+      raise ValueError(
+        f'{folder} was trained with tokenizer {trained[:12]} and the run has'
+        f' {self.tokenizer.hash[:12]}: train it again in another --workdir'
       )
 
 

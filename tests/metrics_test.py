@@ -18,6 +18,7 @@ class Stats(NamedTuple):
   accepted: Any
   tested: Any
   passed: Any
+  empty_residuals: Any
 
 
 class Result(NamedTuple):
@@ -43,6 +44,7 @@ def run(masks, drafted=None):
       accepted=np.array([kept.sum()]),
       tested=(before & inside).sum(0)[None],
       passed=passed.sum(0)[None],
+      empty_residuals=np.array([len(masks) % 2]),
     ),
   )
 
@@ -181,6 +183,7 @@ def test_nothing_counts_after_the_first_rejection():
 def test_with_and_without_the_bonus_and_by_depth():
   got = metrics.summarize(run(accept([3, 0, 2, 4], 4)))
   assert got['acceptance_rate'] == 9 / 16
+  assert got['empty_residuals'] == 0
   assert got['tokens_per_round'] == 3.25
   assert got['accepted_per_round'] == 2.25
   by_depth = got['acceptance_by_depth']

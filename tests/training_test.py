@@ -81,6 +81,6 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good(tmp_path):
     broken = state.step == 4
     return state, {'loss': jnp.where(broken, jnp.nan, scalars['loss'])}
 
-  with pytest.raises(FloatingPointError, match='nan at step 4.*keeps step 2'):
+  with pytest.raises(FloatingPointError, match='nan by step 4.*keeps step 2'):
     fit(tmp_path, Batches(), step)
   assert Checkpoints(tmp_path / 'model').latest() == 2

@@ -10,31 +10,28 @@ import functools
 
 import jax
 from absl import flags
-from pretrain import SECTIONS, pretrain
+from pretrain import pretrain
 
 from specjax import data, distill, experiment, runs, training, warps
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
 
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
-DRAFT_SECTIONS = ('draft', 'distill', 'loss')
+# Validation too, or the scores of its checkpoints could not be compared.
+DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'validation')
 
 
 def main(config, folder):
   """Opens the run and distils its draft."""
   config = config.to_dict()
   distill.objective(config['loss']['kl_weight'])  # refused before any work
-  begun = Checkpoints(folder / 'target').latest() is not None
-  others = set(config) - {'workdir', *SECTIONS}
-  frozen, fresh = (SECTIONS, others) if begun else ((), set(config))
   drafts = Checkpoints(folder / DRAFT.value)
   if drafts.latest() is not None:
     old = drafts.meta(drafts.latest())['config']
     runs.refuse_changes(
       drafts.directory, old, config, DRAFT_SECTIONS, flag='--draft'
     )
-  runs.open_run(folder, config, frozen, fresh)
-  workspace = Workspace(folder, runs.read_json(folder / 'config.json'))
+  workspace = Workspace.create(folder, config)
   pretrain(workspace)
   distil(workspace, DRAFT.value)
 
@@ -57,7 +54,7 @@ def distil(workspace: Workspace, name: str):
     target=target,
     workspace=workspace,
   )
-  state = training.fit(
+  training.fit(
     distill.init(drafter, tx),
     lambda state, batch: update(state, target, batch, weights),
     data.Batches(workspace.windows('train'), c['batch'], c['seed']),
@@ -75,7 +72,7 @@ def distil(workspace: Workspace, name: str):
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
   )
-  final = evaluate(state.model)
+  final = evaluate(workspace.drafter(name))  # the best of the checkpoints
   print(
     f'{name}: acceptance {final["acceptance"]:.3f}, block efficiency'
     f' {final["block_efficiency"]:.2f} at K ='

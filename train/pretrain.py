@@ -11,20 +11,13 @@ import math
 import jax
 import numpy as np
 
-from specjax import data, distill, experiment, metrics, runs, training
-from specjax.checkpoint import Checkpoints
+from specjax import data, distill, experiment, metrics, training
 from specjax.workspace import Workspace
-
-SECTIONS = ('corpus', 'target', 'pretrain')
 
 
 def main(config, folder):
   """Opens the run and trains its target."""
-  begun = Checkpoints(folder / 'target').latest() is not None
-  others = set(config) - {'workdir', *SECTIONS}
-  frozen, fresh = (SECTIONS, others) if begun else ((), set(config))
-  runs.open_run(folder, config.to_dict(), frozen, fresh)
-  pretrain(Workspace(folder, runs.read_json(folder / 'config.json')))
+  pretrain(Workspace.create(folder, config.to_dict()))
 
 
 def pretrain(workspace: Workspace):
@@ -44,7 +37,7 @@ def pretrain(workspace: Workspace):
   size = sum(leaf.size for leaf in jax.tree.leaves(target))
   print(f'target: {size:,} parameters')
   step = jax.jit(distill.make_step(distill.language_loss, tx), donate_argnums=0)
-  state = training.fit(
+  training.fit(
     distill.init(target, tx),
     step,
     data.Batches(windows, c['batch'], c['seed']),
@@ -56,12 +49,13 @@ def pretrain(workspace: Workspace):
     meta={
       'model': dict(workspace.config['target'])
       | {'vocab_size': workspace.tokenizer.vocab_size},
+      'tokenizer': workspace.tokenizer.hash,
     },
     score=lambda values: -values['nats'],
     show=('bits_per_byte',),
     tokens=c['batch'] * workspace.config['corpus']['window'],
   )
-  final = evaluate(state.model, workspace)
+  final = evaluate(workspace.target(), workspace)
   print(
     f'target: {final["nats"]:.3f} nats per token, {final["bits_per_byte"]:.3f}'
     ' bits per byte on held-out text'

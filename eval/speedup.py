@@ -1,0 +1,228 @@
+"""Measures how much faster a run's draft makes its target.
+
+    python eval/speedup.py
+
+Without arguments it takes the newest run. It writes `speedup.json` and pictures
+into the run. The headline is the draft length that measured best at batch 1 and
+the temperature of `config.decode`; the table has all others.
+"""
+
+import itertools
+import time
+
+import rich.box
+import rich.console
+import rich.table
+from absl import flags
+
+from specjax import (
+  experiment,
+  logs,
+  metrics,
+  plots,
+  runs,
+  sweep,
+  timing,
+  warps,
+)
+from specjax.workspace import Workspace
+
+DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
+
+
+def main(config, folder):
+  """Measures, writes, prints."""
+  config = config.to_dict()
+  for temperature in config['speedup']['temperatures']:
+    warps.temperature(temperature)  # refused before any work
+  workspace = Workspace.look_at(folder, config)
+  report = measure(workspace, DRAFT.value)
+  runs.write_json(folder / 'speedup.json', report)
+  pictures = draw(workspace, DRAFT.value, report)
+  show(report)
+  print('pictures:', *pictures)
+  print('numbers:', folder / 'speedup.json')
+
+
+def measure(workspace: Workspace, draft: str):
+  """The whole report."""
+  config = workspace.config
+  c, decode = config['speedup'], config['decode']
+  name, new = config['draft']['drafter'], decode['max_new_tokens']
+  target, drafter = workspace.target(), workspace.drafter(draft)
+  largest = max(c['batches'])
+  count = max(c['prompts'], largest)
+  timed = workspace.prompts('test', count, decode['prompt_length'])
+  others = workspace.prompts('validation', largest, decode['prompt_length'])
+
+  start = time.perf_counter()
+  races = {
+    batch: sweep.Race(
+      target,
+      name,
+      drafter,
+      c['ks'],
+      decode['k'],
+      sweep.groups(timed, batch, c['prompts']),
+      [others] if batch == largest else [],
+      new,
+    )
+    for batch in c['batches']
+  }
+  lowered = {}
+  for race in races.values():
+    lowered |= race.lowered()
+  with logs.Progress(len(lowered), 'compile', unit='programs') as progress:
+    compiled = timing.compile_all(lowered, progress.advance)
+  for race in races.values():
+    race.compiled(compiled)
+  compile_seconds = time.perf_counter() - start
+
+  costs = {batch: race.costs(c['repeats']) for batch, race in races.items()}
+  total = c['repeats'] * sum(race.parts for race in races.values())
+  total *= len(c['temperatures'])
+  rows, mismatches = [], []
+  with logs.Progress(total, 'decode', unit='turns') as progress:
+    for t in c['temperatures']:
+      expected = races[largest].tokens_per_round(t)
+      for batch, race in races.items():
+        for row in race.run(t, c['repeats'], progress.advance):
+          tokens = expected[sweep.Arm(row['drafter'], row['k'])]
+          rows.append(row | sweep.predict(row, tokens, costs[batch]))
+        if t == 0:
+          mismatches += race.greedy_mismatches(race.results[t])
+
+  best = headline(rows, name, min(c['batches']), decode['temperature'])
+  text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
+  return {
+    'device': runs.device(),
+    'versions': runs.versions(),
+    'draft': draft,
+    **best,
+    'greedy_identical': not mismatches if 0 in c['temperatures'] else None,
+    'greedy_mismatches': mismatches,
+    'corpus_repetition': metrics.repetition(
+      row[decode['prompt_length'] :] for row in text
+    ),
+    'compile_seconds': compile_seconds,
+    'costs': {batch: cost._asdict() for batch, cost in costs.items()},
+    'sweep': rows,
+    'config': config,
+  }
+
+
+def headline(rows, name, batch, temperature):
+  """The best row of the draft at one batch size and temperature."""
+  found = sorted(
+    (row for row in rows if row['drafter'] == name and row['batch'] == batch),
+    key=lambda row: (abs(row['temperature'] - temperature), -row['speedup']),
+  )
+  return found[0]
+
+
+def draw(workspace, draft, report):
+  """Writes the pictures; returns their paths."""
+  folder = workspace.folder
+  rows = report['sweep']
+  widest = {}
+  for row in rows:  # the longest draft of the largest batch comes last
+    label = f'{row["drafter"]}, T = {row["temperature"]:g}'
+    widest[label] = row['acceptance_by_depth']
+  pictures = [
+    plots.speedup_by_k(folder / 'speedup.png', rows),
+    plots.acceptance_by_depth(folder / 'acceptance_by_depth.png', widest),
+  ]
+  for log, panels in (
+    (
+      'pretrain',
+      {'nats per token': ('loss', 'nats'), 'bits per byte': ('bits_per_byte',)},
+    ),
+    (
+      draft,
+      {
+        'loss': ('loss',),
+        'acceptance rate α': ('acceptance',),
+        'tokens per round': ('block_efficiency',),
+      },
+    ),
+  ):
+    records = logs.read(folder / 'logs' / f'{log}.jsonl')
+    if records:
+      path = folder / f'training_{log}.png'
+      pictures.append(
+        plots.training_curves(path, records, panels, f'Training: {log}')
+      )
+  return pictures
+
+
+def show(report):
+  """Prints a table for each temperature and batch, and what they come to."""
+  console = rich.console.Console(highlight=False)
+  for (t, batch), rows in itertools.groupby(
+    report['sweep'], lambda row: (row['temperature'], row['batch'])
+  ):
+    rows = list(rows)
+    plain = rows[0]['baseline_tokens_per_second']
+    console.print(
+      f'\nT = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s'
+    )
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in ('drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'):
+      table.add_column(column, justify='right')
+    table.add_column('speedup [min–max]', justify='right', no_wrap=True)
+    table.add_column('predicted', justify='right')
+    for row in rows:
+      rate = row['acceptance_rate']
+      best = all(
+        report[key] == row[key]
+        for key in ('drafter', 'k', 'batch', 'temperature')
+      )
+      table.add_row(
+        row['drafter'],
+        f'{row["k"]}',
+        f'{row["tokens_per_round"]:.2f}',
+        '' if rate is None else f'{rate:.1%}',
+        f'{row["tokens_per_second"]:,.0f}',
+        f'{row["speedup"]:.2f}x'
+        rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+        f'{row["predicted_speedup"]:.2f}x',
+        style='bold' if best else None,
+      )
+    console.print(table)
+  print(
+    f'{report["speedup"]:.2f}x at K = {report["k"]}, T ='
+    f' {report["temperature"]:g}, batch {report["batch"]}: '
+    f'{report["tokens_per_second"]:,.0f} tokens/s against'
+    f' {report["baseline_tokens_per_second"]:,.0f};'
+    f' {report["predicted_speedup"]:.2f}x was predicted from'
+    f' {report["expected_tokens_per_round"]:.2f} tokens per round, c ='
+    f' {report["draft_cost_ratio"]:.3f} and v = {report["verify_cost"]:.2f}'
+  )
+  print(
+    f'repeated 4-grams: {percent(report["repetition"])} of the output,'
+    f' {percent(report["corpus_repetition"])} of held-out text'
+  )
+  print(greedy(report))
+
+
+def greedy(report) -> str:
+  """What T = 0 showed about losslessness."""
+  if report['greedy_identical'] is None:
+    return 'greedy text was not compared: T = 0 is not in config.speedup'
+  if report['greedy_identical']:
+    return 'greedy text is identical to plain decoding, in every arm'
+  mismatches = report['greedy_mismatches']
+  margin = max(mismatch['margin'] for mismatch in mismatches)
+  return (
+    f'greedy text leaves plain decoding in {len(mismatches)} rows; the two'
+    f' highest logits there differ by at most {margin:.2g}'
+  )
+
+
+def percent(share) -> str:
+  """A share that may be unknown, as of a text that is too short."""
+  return 'unknown' if share is None else f'{share:.1%}'
+
+
+if __name__ == '__main__':
+  experiment.app(main)

@@ -1,0 +1,349 @@
+"""A sweep: decoding with drafts of many lengths, against plain decoding.
+
+Plain decoding is the same loop with an empty draft, from the same prefilled
+state. Everything is compiled before anything is timed, temperatures share one
+program, and all arms generate equally many tokens, since nothing ends a row
+early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import costs, decode, generation, metrics, timing, verify, warps
+from specjax.drafters.ngram import NGram
+from specjax.drafters.none import NoDrafter
+from specjax.types import Drafter, LanguageModel, Warp
+
+FOREVER = jnp.iinfo(jnp.int32).max
+PASSES = 16  # in a timed loop of forward passes
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Arm(NamedTuple):
+  """One way to decode: a drafter by name, and its draft length."""
+
+  name: str
+  k: int
+
+
+PLAIN = Arm('none', 0)
+
+
+class Costs(NamedTuple):
+  """What forward passes cost at one batch size.
+
+  Attributes:
+    target_step: seconds of a plain step of the target.
+    draft_step: seconds of a step of the draft model.
+    c: the latter over the former.
+    v: by draft length K, a pass over K + 1 tokens over a plain step.
+  """
+
+  target_step: float
+  draft_step: float
+  c: float
+  v: dict[int, float]
+
+
+class Race:
+  """All arms at one batch size: compiled, then timed.
+
+  Attributes:
+    batch: rows decoded at once.
+    results: by temperature and arm, what the arm generated for the prompts.
+  """
+
+  def __init__(
+    self,
+    target: LanguageModel,
+    name: str,
+    drafter: Drafter,
+    ks: Sequence[int],
+    ngram_k: int,
+    groups: Sequence[Prompts],
+    others: Sequence[Prompts],
+    max_new_tokens: int,
+  ):
+    """Prefills and lowers; `compile` and then the rest.
+
+    Args:
+      target: the target.
+      name: of the drafter, in the table.
+      drafter: a distilled one, with a `warp` and a `model`.
+      ks: its draft lengths.
+      ngram_k: that of prompt lookup.
+      groups: prompts to be decoded together, groups of one size, all of one
+        length.
+      others: groups of other prompts, on which acceptance is measured.
+      max_new_tokens: of every row.
+    """
+    self.batch = len(groups[0])
+    self.results = {}
+    self._target, self._name, self._drafter = target, name, drafter
+    self._arms = [PLAIN, *(Arm(name, k) for k in ks), Arm('ngram', ngram_k)]
+    self._prompt_length = [len(prompt) for prompt in groups[0]]
+    self._states, self._other_states = (
+      [
+        generation.start(
+          target,
+          drafter.at(max(ks)),  # serves every shorter draft
+          group,
+          key=jax.random.fold_in(jax.random.key(seed), i),
+          max_new_tokens=max_new_tokens,
+        )
+        for i, group in enumerate(part)
+      ]
+      for seed, part in enumerate((groups, others))
+    )
+    # A pass is timed in the middle of what is generated.
+    self._caches = {
+      kind: cache._replace(length=cache.length + max_new_tokens // 2)
+      for kind, cache in (
+        ('target', self._states[0].cache),
+        ('draft', self._states[0].memory.cache),
+      )
+    }
+    self._models = {'target': target, 'draft': drafter.model}
+    self._widths = [('draft', 1)] + [
+      ('target', 1 + k) for k in sorted({0, *ks, ngram_k})
+    ]
+    self._programs = {}
+
+  def lowered(self) -> dict[Any, jax.stages.Lowered]:
+    """The programs, to be compiled and given to `compiled`."""
+    decoding = jax.jit(decode.advance, static_argnums=2)
+    passing = jax.jit(timing.passes)
+    loops = {
+      (self.batch, arm): decoding.lower(
+        *self._arguments(arm, warps.UNCHANGED, self._states[0], FOREVER)
+      )
+      for arm in self._arms
+    }
+    return loops | {
+      (self.batch, width): passing.lower(*self._pass_arguments(width))
+      for width in self._widths
+    }
+
+  def compiled(self, programs: Mapping[Any, jax.stages.Compiled]) -> None:
+    """Takes the programs, and runs each a little: a first call is slower."""
+    self._programs = {
+      name: program
+      for (batch, name), program in programs.items()
+      if batch == self.batch
+    }
+    for arm in self._arms:
+      self._decoding(arm, warps.UNCHANGED, self._states[0], rounds=1)()
+
+  def costs(self, repeats: int) -> Costs:
+    """Times the forward passes that a prediction needs."""
+    seconds, _ = timing.alternate(
+      {
+        width: [
+          functools.partial(self._programs[width], *self._pass_arguments(width))
+        ]
+        for width in self._widths
+      },
+      repeats + 1,
+    )
+    seconds = {width: times[1:] for width, times in seconds.items()}
+    step = seconds['target', 1]
+    draft = seconds['draft', 1]
+    return Costs(
+      target_step=float(np.median(step)) / PASSES,
+      draft_step=float(np.median(draft)) / PASSES,
+      c=timing.ratio(draft, step).median,
+      v={
+        m - 1: timing.ratio(seconds[kind, m], step).median
+        for kind, m in self._widths
+        if kind == 'target'
+      },
+    )
+
+  def tokens_per_round(self, temperature: float) -> dict[Arm, float]:
+    """Expected by each arm, from what was accepted on the other prompts.
+
+    The longest draft tells the acceptance at each depth and so of every shorter
+    one. Prompt lookup drafts as many tokens as it finds, so its own rounds are
+    counted.
+    """
+    warp = warps.temperature(temperature)
+    longest, ngram = self._arms[-2:]
+    by_depth, lookup = (
+      metrics.summarize(
+        *(
+          self._finish(self._decoding(arm, warp, state)())
+          for state in self._other_states
+        )
+      )
+      for arm in (longest, ngram)
+    )
+    # A depth that no draft survived to adds nothing, whatever stands there.
+    alpha = [rate or 0.0 for rate in by_depth['acceptance_by_depth']]
+    expected = costs.tokens_by_k(alpha, longest.k)
+    return {arm: float(expected[arm.k]) for arm in self._arms[:-1]} | {
+      ngram: lookup['tokens_per_round']
+    }
+
+  def run(
+    self, temperature: float, repeats: int, done: Callable[[], Any]
+  ) -> list[dict[str, Any]]:
+    """Times all arms in turns.
+
+    Args:
+      temperature: of target and draft.
+      repeats: timings of each arm.
+      done: called after each round of the arms, `parts * repeats` times.
+
+    Returns:
+      A row of the table for each arm with a draft.
+    """
+    warp = warps.temperature(temperature)
+    seconds, states = timing.alternate(
+      {
+        arm: [self._decoding(arm, warp, state) for state in self._states]
+        for arm in self._arms
+      },
+      repeats,
+      done,
+    )
+    results = {
+      arm: [self._finish(state) for state in states[arm]] for arm in self._arms
+    }
+    self.results[temperature] = results
+    return [
+      self._row(arm, temperature, seconds, results[arm])
+      for arm in self._arms[1:]
+    ]
+
+  @property
+  def parts(self) -> int:
+    """Groups of prompts, which are decoded one after the other."""
+    return len(self._states)
+
+  def greedy_mismatches(self, results: Mapping[Arm, Any]) -> list[dict]:
+    """Where greedy speculative text first leaves greedy plain text.
+
+    Args:
+      results: those of temperature 0.
+
+    Returns:
+      For each row that differs: the arm, the prompt, the position, and the gap
+      between the plain target's two highest logits there. A block's pass and a
+      step's add in another order, so a gap of some 1e-5 may go either way.
+    """
+    found = []
+    for arm in self._arms[1:]:
+      for part, (plain, other) in enumerate(
+        zip(results[PLAIN], results[arm], strict=True)
+      ):
+        for row in np.flatnonzero((plain.tokens != other.tokens).any(1)):
+          at = int(np.argmax(plain.tokens[row] != other.tokens[row]))
+          found.append(
+            {
+              'drafter': arm.name,
+              'batch': self.batch,
+              'k': arm.k,
+              'prompt': part * self.batch + int(row),
+              'position': at,
+              'margin': self._margin(plain.tokens[row], at),
+            }
+          )
+    return found
+
+  def _row(self, arm, temperature, seconds, results) -> dict[str, Any]:
+    spread = timing.ratio(seconds[PLAIN], seconds[arm])
+    summary = metrics.summarize(*results)
+    new = [tokens for result in results for tokens in result.new_tokens()]
+    return {
+      'drafter': arm.name,
+      'temperature': temperature,
+      'batch': self.batch,
+      'k': arm.k,
+      'speedup': spread.median,
+      'speedup_min': spread.min,
+      'speedup_max': spread.max,
+      'tokens_per_second': summary['tokens'] / float(np.median(seconds[arm])),
+      'baseline_tokens_per_second': summary['tokens']
+      / float(np.median(seconds[PLAIN])),
+      'repetition': metrics.repetition(new),
+      **{
+        key: summary[key]
+        for key in (
+          'acceptance_rate',
+          'acceptance_by_depth',
+          'accepted_per_round',
+          'tokens_per_round',
+        )
+      },
+    }
+
+  def _arguments(self, arm: Arm, warp: Warp, state, rounds: int) -> tuple:
+    if arm.name == self._name:
+      drafter = dataclasses.replace(self._drafter.at(arm.k), warp=warp)
+    else:
+      drafter = NGram(arm.k) if arm.k else NoDrafter()
+      state = state._replace(memory=())  # neither of them has one
+    eos = generation.end_ids(self._target, ())
+    return self._target, drafter, verify.rejection, warp, eos, state, rounds
+
+  def _pass_arguments(self, width: tuple[str, int]) -> tuple:
+    kind, m = width
+    tokens = jnp.ones((self.batch, m), jnp.int32)
+    return self._models[kind], self._caches[kind], tokens, PASSES
+
+  def _decoding(self, arm, warp, state, rounds=FOREVER):
+    """A call that has nothing left to do on the host."""
+    target, drafter, _, *rest = self._arguments(arm, warp, state, rounds)
+    return functools.partial(self._programs[arm], target, drafter, *rest)
+
+  def _finish(self, state) -> generation.Result:
+    return generation.finish(state, self._prompt_length)
+
+  def _margin(self, tokens: np.ndarray, at: int) -> float:
+    tokens = jnp.asarray(tokens)[None]
+    output = self._target.forward(tokens, jnp.ones_like(tokens))
+    logits = self._target.unembed(output.features[:, at - 1])
+    first, second = jax.lax.top_k(logits[0], 2)[0].tolist()
+    return first - second
+
+
+def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:
+  """Groups of `batch` prompts, about `count` prompts in all, at least a group.
+
+  Raises:
+    ValueError: there are not enough prompts.
+  """
+  total = max(count // batch, 1) * batch
+  if total > len(prompts):
+    raise ValueError(f'batch {batch} needs {total} prompts, not {len(prompts)}')
+  return [prompts[i : i + batch] for i in range(0, total, batch)]
+
+
+def predict(row: Mapping[str, Any], tokens: float, cost: Costs) -> dict:
+  """The prediction that belongs to a row of the table.
+
+  Args:
+    row: of the table.
+    tokens: per round, as expected.
+    cost: at the row's batch size.
+
+  Returns:
+    c (0 for a drafter that does not compute), v(K) and the speedup.
+  """
+  k = row['k']
+  c = cost.c if row['drafter'] != 'ngram' else 0.0
+  return {
+    'draft_cost_ratio': c,
+    'verify_cost': cost.v[k],
+    'expected_tokens_per_round': tokens,
+    'predicted_speedup': float(costs.speedup(tokens, k, c, cost.v[k])),
+  }

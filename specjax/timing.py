@@ -1,0 +1,123 @@
+"""Timing programs against one another.
+
+What is compared runs in turns and within seconds of each other, because a
+machine's speed drifts by more than most differences of interest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, Block, LanguageModel
+
+Name = TypeVar('Name', bound=Hashable)
+
+
+class Spread(NamedTuple):
+  """A ratio over repeats."""
+
+  median: float
+  min: float
+  max: float
+
+
+def compile_all(
+  lowered: Mapping[Name, jax.stages.Lowered],
+  done: Callable[[], Any] = lambda: None,
+  workers: int = 2,
+) -> dict[Name, jax.stages.Compiled]:
+  """Compiles several programs at once; XLA lets go of the interpreter.
+
+  Args:
+    lowered: what `jax.jit(f).lower(...)` returned.
+    done: called after each program.
+    workers: programs at a time.
+
+  Returns:
+    The compiled programs. They take `f`'s arguments without the static ones.
+  """
+  with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    futures = {pool.submit(low.compile): name for name, low in lowered.items()}
+    for _ in concurrent.futures.as_completed(futures):
+      done()
+  return {name: future.result() for future, name in futures.items()}
+
+
+def alternate(
+  arms: Mapping[Name, Sequence[Callable[[], Any]]],
+  repeats: int,
+  done: Callable[[], Any] = lambda: None,
+  clock: Callable[[], float] = time.perf_counter,
+) -> tuple[dict[Name, list[float]], dict[Name, list[Any]]]:
+  """Runs several arms in turns, forwards and then backwards.
+
+  Args:
+    arms: the parts of each arm, equally many. All arms do their first part,
+      then all do their second, so that each is spread over the whole time. A
+      part returns arrays, which are waited for.
+    repeats: how often to run all of it.
+    done: called after each round of one part.
+    clock: gives the time in seconds.
+
+  Returns:
+    Seconds of each arm in each repeat, summed over its parts, and what its
+    parts returned in the last.
+  """
+  names = list(arms)
+  parts = {len(arm) for arm in arms.values()}
+  if len(parts) != 1:
+    raise ValueError(f'arms of different numbers of parts: {sorted(parts)}')
+  seconds = {name: [0.0] * repeats for name in names}
+  results = {name: [None] * max(parts) for name in names}
+  for repeat in range(repeats):
+    for part in range(max(parts)):
+      # A steady drift then favours nobody.
+      for name in names[:: -1 if (repeat + part) % 2 else 1]:
+        start = clock()
+        results[name][part] = jax.block_until_ready(arms[name][part]())
+        seconds[name][repeat] += clock() - start
+      done()
+  return seconds, results
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
+  """The ratio of two arms, taken within each repeat."""
+  ratios = [a / b for a, b in zip(over, under, strict=True)]
+  return Spread(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def passes(
+  model: LanguageModel, cache: Any, tokens: Array, count: int | Array
+) -> tuple[Any, Array]:
+  """A loop of forward passes, to be compiled and timed.
+
+  A pass is what decoding needs of a model: `extend`, logits of all rows and
+  `commit`. Every pass stands at the same place, so the cache needs room for one
+  block only, and reads what the one before it wrote.
+
+  Args:
+    model: the model.
+    cache: its cache.
+    tokens: `[B, M]` the first block.
+    count: passes.
+
+  Returns:
+    The cache and the last tokens, so that nothing is optimised away.
+  """
+  kept = jnp.ones(tokens.shape, bool)
+
+  def once(_, carry):
+    cache, tokens = carry
+    output, rows = model.extend(Block(tokens), cache)
+    tokens = jnp.argmax(model.unembed(output.features), -1).astype(jnp.int32)
+    written = model.commit(cache, rows, kept)
+    return written._replace(length=cache.length), tokens
+
+  return jax.lax.fori_loop(0, count, once, (cache, tokens))

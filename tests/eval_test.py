@@ -1,0 +1,168 @@
+"""The scripts that measure a run: what they write, say and refuse."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from specjax import experiment, logs, runs
+from specjax.checkpoint import Checkpoints
+from specjax.workspace import Workspace
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """A tiny run whose models were never trained."""
+  folder = tmp_path_factory.mktemp('runs') / 'tiny'
+  config = experiment.load(ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
+  config['speedup'] |= {'ks': (1, 2), 'batches': (1,)}
+  runs.open_run(folder, config, (), set(config))
+  config = runs.read_json(folder / 'config.json')
+  workspace = Workspace(folder, config)
+  sizes = config['target'] | {'vocab_size': workspace.tokenizer.vocab_size}
+  for name, model, description in (
+    ('target', workspace.new_target(0), sizes),
+    ('draft', workspace.new_drafter(1), workspace.draft_config),
+  ):
+    Checkpoints(folder / name).save(
+      config['pretrain']['steps'],
+      {'model': model},
+      {'model': description, 'tokenizer': workspace.tokenizer.hash},
+    )
+  with logs.Logger(folder / 'logs' / 'pretrain') as logger:
+    logger.write(1, loss=2.0, nats=2.0, bits_per_byte=3.0)
+  return folder
+
+
+def start(script, *arguments):
+  """A script as a user starts it; several may run at once."""
+  return subprocess.Popen(
+    [sys.executable, ROOT / 'eval' / script, *arguments],
+    cwd=ROOT,
+    env={
+      **os.environ,
+      'PYTHONPATH': str(ROOT),
+      # Compiles in half the time.
+      'XLA_FLAGS': '--xla_backend_optimization_level=0',
+    },
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(process):
+  out, error = process.communicate(timeout=120)
+  return process.returncode, out, error
+
+
+def test_speedup_reports_and_draws(run):
+  code, out, error = finish(start('speedup.py', f'--workdir={run}'))
+  assert code == 0, error
+  report = json.loads((run / 'speedup.json').read_text())
+  assert {
+    'device',
+    'versions',
+    'config',
+    'temperature',
+    'batch',
+    'k',
+    'baseline_tokens_per_second',
+    'tokens_per_second',
+    'speedup',
+    'sweep',
+    'acceptance_rate',
+    'acceptance_by_depth',
+    'tokens_per_round',
+    'draft_cost_ratio',
+    'verify_cost',
+    'predicted_speedup',
+    'greedy_identical',
+    'repetition',
+    'corpus_repetition',
+    'compile_seconds',
+  } <= set(report)
+  arms = {(r['drafter'], r['temperature'], r['k']) for r in report['sweep']}
+  assert arms == {
+    (name, t, k)
+    for t in (0.0, 1.0)
+    for name, k in (('model', 1), ('model', 2), ('ngram', 2))
+  }
+  assert (report['temperature'], report['batch']) == (1.0, 1)
+  best = max(
+    (
+      r
+      for r in report['sweep']
+      if (r['drafter'], r['temperature']) == ('model', 1.0)
+    ),
+    key=lambda r: r['speedup'],
+  )
+  assert (report['k'], report['speedup']) == (best['k'], best['speedup'])
+  for row in report['sweep']:
+    assert row['speedup_min'] <= row['speedup'] <= row['speedup_max']
+    assert 1 <= row['tokens_per_round'] <= row['k'] + 1
+    predicted = row['expected_tokens_per_round'] / (
+      row['k'] * row['draft_cost_ratio'] + row['verify_cost']
+    )
+    assert row['predicted_speedup'] == pytest.approx(predicted)
+  assert all(m['margin'] < 1e-4 for m in report['greedy_mismatches'])
+  assert f'{report["speedup"]:.2f}x at K = {report["k"]}, T = 1' in out
+  for picture in ('speedup', 'acceptance_by_depth', 'training_pretrain'):
+    assert (run / f'{picture}.png').exists()
+    assert f'{picture}.png' in out
+
+
+def test_generate_is_plain_text_when_piped_whatever_drafts(run):
+  flags = [f'--workdir={run}', '--temperature=0', '--tokens=12']
+  processes = [
+    start('generate.py', '--prompt=def ', f'--drafter={drafter}', *flags)
+    for drafter in ('model', 'ngram', 'none')
+  ]
+  outputs = [finish(process) for process in processes]
+  texts = {out for _, out, _ in outputs}
+  assert all(code == 0 for code, _, _ in outputs), outputs
+  (text,) = texts  # greedy text does not depend on what drafts
+  assert text.startswith('def ') and text.endswith('\n')
+  assert '\x1b' not in text
+  for _, _, error in outputs:
+    assert 'tokens per round' in error and 'tokens/s' in error
+  assert 'no drafts, 1.00 tokens per round' in outputs[2][2]
+
+
+def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):
+  flags = f'--workdir={run}', '--prompt=', '--tokens=8'
+  whole, cut = start('generate.py', *flags), start('generate.py', *flags)
+  cut.stdout.close()
+  cut.stdout = None
+  assert finish(whole)[0] == 0
+  code, _, error = finish(cut)
+  assert (code, error) == (0, '')
+
+
+def test_a_mistake_is_one_line_and_code_2(run, tmp_path):
+  here = f'--workdir={run}'
+  cases = [
+    (['generate.py', here, '--temperature=-1'], 'temperature is -1'),
+    (['generate.py', here, '--k=-1'], 'the draft length is -1'),
+    (['generate.py', here, '--tokens=-1'], 'max_new_tokens is -1'),
+    (['generate.py', here, '--drafter=modle'], '--drafter=modle'),
+    (['speedup.py', here, '--draft=other'], 'no other yet: run `python train'),
+    (['speedup.py', here, '--config.target.width=8'], 'target.width: 32 -> 8'),
+    (['speedup.py', here, '--config.speedup.k=1'], 'mean config.speedup.ks'),
+    (['speedup.py', f'--workdir={tmp_path}'], 'no configuration'),
+  ]
+  # Two at a time: as many as there are cores on a small machine.
+  for first in range(0, len(cases), 2):
+    pair = cases[first : first + 2]
+    processes = [start(*arguments) for arguments, _ in pair]
+    for process, (_, words) in zip(processes, pair, strict=True):
+      code, _, error = finish(process)
+      assert code == 2, error
+      assert error.startswith('specjax: error: ')
+      assert error.count('\n') == 1
+      assert words in error
