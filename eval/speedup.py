@@ -166,7 +166,9 @@ def show(report):
     console.print(
       f'\nT = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s'
     )
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table = rich.table.Table(
+      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in ('drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'):
       table.add_column(column, justify='right')
     table.add_column('speedup [min–max]', justify='right', no_wrap=True)
