@@ -115,6 +115,7 @@ class MinP:
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
+    logits = logits.astype(jnp.float32)
     floor = jnp.max(logits, -1, keepdims=True) + jnp.log(self.p)
     return _keep(logits, logits >= floor)
 

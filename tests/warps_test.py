@@ -110,6 +110,13 @@ def test_every_warp_is_float32_keeps_the_shut_out_and_shows_a_nan(warp):
   )
 
 
+def test_the_threshold_of_min_p_is_not_rounded():
+  """It is -2.3076 here, and would be the last logit in bfloat16."""
+  logits = jnp.array([0.0, -2.296875, -2.3125], jnp.bfloat16)
+  kept = np.asarray(apply(MinP(0.0995), logits)) > -np.inf
+  assert kept.tolist() == [True, True, False]
+
+
 def test_numbers_are_leaves():
   """A sweep over them traces once, temperature 0 included."""
   traces = []
