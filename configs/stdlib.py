@@ -42,24 +42,24 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   draft.dtype = 'float32'
 
   config.pretrain = pretrain = config_dict.ConfigDict()
-  pretrain.steps = 320  # under one pass: there is no time to overfit
-  pretrain.batch = 4  # small: many updates matter most in a short run
-  pretrain.learning_rate = 2e-3
-  pretrain.warmup = 40  # a tenth; then a cosine to zero
+  pretrain.steps = 380  # under one pass: there is no time to overfit
+  pretrain.batch = 2  # small: many updates matter most in a short run
+  pretrain.learning_rate = 1e-3
+  pretrain.warmup = 38  # a tenth; then a cosine to zero
   pretrain.weight_decay = 0.1
   pretrain.clip = 1.0  # of the gradient's norm
-  pretrain.eval_every = 100  # steps between evaluations and checkpoints
+  pretrain.eval_every = 95  # steps between evaluations and checkpoints
   pretrain.eval_windows = 32  # held-out windows that the loss is taken on
   pretrain.seed = 0
 
   config.distill = distill = config_dict.ConfigDict()
-  distill.steps = 400
+  distill.steps = 160
   distill.batch = 4
   distill.learning_rate = 4e-3  # a small model bears a higher one
-  distill.warmup = 40
+  distill.warmup = 16
   distill.weight_decay = 0.0  # too small to overfit
   distill.clip = 1.0
-  distill.eval_every = 100
+  distill.eval_every = 80
   distill.seed = 1
 
   config.loss = loss = config_dict.ConfigDict()
@@ -77,8 +77,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.decode = decode = config_dict.ConfigDict()
   decode.k = 6  # tokens drafted per round
   decode.temperature = 1.0  # 0 is greedy
-  decode.max_new_tokens = 256
-  decode.prompts = 8
+  decode.max_new_tokens = 96
   decode.prompt_length = 32
 
   config.speedup = speedup = config_dict.ConfigDict()
@@ -101,7 +100,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     validation.sequences, validation.prompt_length = 4, 4
     validation.tokens = 8
     decode.k, decode.max_new_tokens = 2, 8
-    decode.prompts, decode.prompt_length = 2, 4
+    decode.prompt_length = 4
     speedup.batches, speedup.ks = (1, 2), (1, 2)
     speedup.prompts, speedup.repeats = 2, 2
   elif variant:

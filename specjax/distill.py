@@ -95,7 +95,8 @@ def optimizer(
   matrices = functools.partial(jax.tree.map, lambda leaf: jnp.ndim(leaf) > 1)
   return optax.chain(
     optax.clip_by_global_norm(clip),
-    optax.adamw(schedule, weight_decay=weight_decay, mask=matrices),
+    # A short memory of squared gradients, as for short runs.
+    optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=matrices),
   )
 
 

@@ -12,8 +12,10 @@ from specjax import draws, warps
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Array, Block, Draft, LanguageModel, Warp
 
-# Rows to feed at a time when the memory is far behind, as after a prompt.
-_CHUNK = 32
+# Tokens fed at a time. After a fully accepted round two are new to the draft:
+# its own last one, which it drew but never read, and the bonus. The same pass,
+# in a loop, reads a whole prompt.
+_NEW = 2
 
 
 class ModelMemory(NamedTuple):
@@ -66,19 +68,22 @@ class ModelDrafter:
       empty = jnp.zeros((batch, 0), jnp.int32)
       return Draft(empty), memory._replace(fed=jnp.zeros_like(memory.fed))
 
-    def far_behind(own):
-      return jnp.any(length - own.length > 2)
+    def behind(carry):
+      return jnp.any(carry[0].length < length)
 
-    def catch_up(own):
-      # The pending token is left for the block below.
-      return self._feed(own, tokens, length - 1, _CHUNK)[1]
+    def catch_up(carry):
+      own, features = carry
+      last = (length - own.length - 1)[:, None, None]
+      output, own = self._feed(own, tokens, length)
+      here = jnp.take_along_axis(
+        output.features, jnp.clip(last, 0, _NEW - 1), 1
+      )
+      # Rows that are done reading wait for the others.
+      return own, jnp.where((last >= 0) & (last < _NEW), here, features)
 
-    own = jax.lax.while_loop(far_behind, catch_up, memory.cache)
-    # After a fully accepted round two tokens are new to the draft: its own
-    # last one, which it drew but never read, and the bonus.
-    last = length - own.length - 1
-    output, own = self._feed(own, tokens, length, 2)
-    features = jnp.take_along_axis(output.features, last[:, None, None], 1)
+    shape = jax.eval_shape(self._feed, memory.cache, tokens, length)[0].features
+    empty = jnp.zeros((batch, 1, shape.shape[2]), shape.dtype)
+    own, features = jax.lax.while_loop(behind, catch_up, (memory.cache, empty))
 
     def draw(features, i):
       logits = self.warp(self.model.unembed(features[:, 0]))
@@ -126,9 +131,9 @@ class ModelDrafter:
     """The draft's logits `[..., V]`."""
     return self.model.unembed(features)
 
-  def _feed(self, own, tokens, end, size):
-    """Feeds up to `size` tokens that follow the cache, before `end` `[B]`."""
-    index = own.length[:, None] + jnp.arange(size)
+  def _feed(self, own, tokens, end):
+    """Feeds the next `_NEW` tokens behind the cache, as far as `end` `[B]`."""
+    index = own.length[:, None] + jnp.arange(_NEW)
     inside = jnp.minimum(index, tokens.shape[1] - 1)
     block = Block(jnp.take_along_axis(tokens, inside, 1))
     output, rows = self.model.extend(block, own)
