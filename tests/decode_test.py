@@ -78,7 +78,17 @@ def generate(
   )
 
 
-@pytest.mark.parametrize('k', range(1, 9))
+# Each length is a program to compile; the everyday suite has these.
+EVERYDAY = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+  'k',
+  [
+    pytest.param(k, marks=[pytest.mark.slow] if k not in EVERYDAY else [])
+    for k in range(1, 9)
+  ],
+)
 @pytest.mark.parametrize('batch', [1, 5])
 def test_greedy_is_plain_greedy(k, batch):
   """Any draft, ragged prompts; end tokens and limits anywhere in a block."""

@@ -14,6 +14,8 @@ from specjax.workspace import Workspace
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+pytestmark = pytest.mark.slow  # a process each, and most of a second to start
+
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
