@@ -261,6 +261,7 @@ def prefill(
     The state.
   """
   batch, size = tokens.shape
+  stop = jnp.minimum(stop, size)
   room = -(-size // CHUNK) * CHUNK  # whole chunks, else a slice would clamp
   nodes = _nodes(target, drafter, batch, room)
   # One block may be written from the last position on.
@@ -287,9 +288,9 @@ def prefill(
   return DecodeState(
     tokens=tokens,
     length=length,
-    stop=jnp.minimum(stop, size),
+    stop=stop,
     earliest=earliest,
-    done=length >= jnp.minimum(stop, size),
+    done=length >= stop,
     row=row,
     cache=cache,
     memory=memory,

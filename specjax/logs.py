@@ -14,6 +14,8 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+from specjax import files
+
 
 class Logger:
   """Scalars by step, as JSON lines and as TensorBoard event files.
@@ -34,9 +36,9 @@ class Logger:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.with_name(path.name + '.jsonl')
     kept = [s for s in read(lines) if step is None or s['step'] <= step]
-    draft = lines.with_name(f'.{lines.name}')
-    draft.write_text(''.join(json.dumps(scalars) + '\n' for scalars in kept))
-    draft.replace(lines)
+    with files.atomic(lines) as file:
+      for scalars in kept:
+        file.write((json.dumps(scalars) + '\n').encode())
     self._lines = lines.open('a')
     shutil.rmtree(path, ignore_errors=True)
     self._events = tensorboardX.SummaryWriter(str(path), flush_secs=10)
