@@ -47,7 +47,7 @@ def app(
 
   Args:
     main: is given the locked configuration and the run folder, `--workdir` or
-      the configuration's `workdir`.
+      the configuration's `workdir`; returns the exit code, None for success.
     default: the page to use, such as 'configs/stdlib.py'; None for scripts that
       look at a run that exists.
     resumable: whether the same command goes on after an interruption.
@@ -75,14 +75,14 @@ def app(
       fail(f'unexpected argument {extra[0]!r}{hint}')
     return list(argv[:1])
 
-  def run(_: Sequence[str]) -> None:
+  def run(_: Sequence[str]) -> int | None:
     logging.set_verbosity(logging.WARNING)  # Orbax reports every file it opens
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
       config = override(load(source), overrides)
       # A run may have been moved since its configuration was written.
       home = source.parent if isinstance(source, Path) else config.workdir
-      main(config, Path(flags.FLAGS.workdir or home))
+      return main(config, Path(flags.FLAGS.workdir or home))
     except KeyboardInterrupt:
       print(f'\ninterrupted{_GO_ON if resumable else ""}', file=sys.stderr)
       sys.exit(130)

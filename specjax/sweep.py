@@ -23,7 +23,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.types import Drafter, LanguageModel, Warp
 
 FOREVER = jnp.iinfo(jnp.int32).max
-PASSES = 16  # in a timed loop of forward passes
+PASSES = 6  # in a timed loop of forward passes
 
 Prompts = Sequence[Sequence[int]]
 
@@ -57,6 +57,9 @@ class Costs(NamedTuple):
 class Race:
   """All arms at one batch size: compiled, then timed.
 
+  The forward passes that a prediction needs run in turns with the arms, since
+  they are compared with them.
+
   Attributes:
     batch: rows decoded at once.
     results: by temperature and arm, what the arm generated for the prompts.
@@ -65,20 +68,21 @@ class Race:
   def __init__(
     self,
     target: LanguageModel,
-    name: str,
     drafter: Drafter,
+    *,
+    name: str,
     ks: Sequence[int],
     ngram_k: int,
     groups: Sequence[Prompts],
     others: Sequence[Prompts],
     max_new_tokens: int,
   ):
-    """Prefills and lowers; `compile` and then the rest.
+    """Prefills; then `lowered`, `compiled` and the rest.
 
     Args:
       target: the target.
-      name: of the drafter, in the table.
       drafter: a distilled one, with a `warp` and a `model`.
+      name: of the drafter, in the table.
       ks: its draft lengths.
       ngram_k: that of prompt lookup.
       groups: prompts to be decoded together, groups of one size, all of one
@@ -89,13 +93,14 @@ class Race:
     self.batch = len(groups[0])
     self.results = {}
     self._target, self._name, self._drafter = target, name, drafter
+    ks = sorted(set(ks))
     self._arms = [PLAIN, *(Arm(name, k) for k in ks), Arm('ngram', ngram_k)]
     self._prompt_length = [len(prompt) for prompt in groups[0]]
     self._states, self._other_states = (
       [
         generation.start(
           target,
-          drafter.at(max(ks)),  # serves every shorter draft
+          drafter.at(max(*ks, ngram_k)),  # serves every shorter draft
           group,
           key=jax.random.fold_in(jax.random.key(seed), i),
           max_new_tokens=max_new_tokens,
@@ -117,6 +122,7 @@ class Race:
       ('target', 1 + k) for k in sorted({0, *ks, ngram_k})
     ]
     self._programs = {}
+    self._pass_seconds = {width: [] for width in self._widths}
 
   def lowered(self) -> dict[Any, jax.stages.Lowered]:
     """The programs, to be compiled and given to `compiled`."""
@@ -142,24 +148,17 @@ class Race:
     }
     for arm in self._arms:
       self._decoding(arm, warps.UNCHANGED, self._states[0], rounds=1)()
+    for width in self._widths:
+      self._passing(width)()
 
-  def costs(self, repeats: int) -> Costs:
-    """Times the forward passes that a prediction needs."""
-    seconds, _ = timing.alternate(
-      {
-        width: [
-          functools.partial(self._programs[width], *self._pass_arguments(width))
-        ]
-        for width in self._widths
-      },
-      repeats + 1,
-    )
-    seconds = {width: times[1:] for width, times in seconds.items()}
+  def costs(self) -> Costs:
+    """What the forward passes took, in turns with the arms of every `run`."""
+    seconds = self._pass_seconds
     step = seconds['target', 1]
     draft = seconds['draft', 1]
     return Costs(
-      target_step=float(np.median(step)) / PASSES,
-      draft_step=float(np.median(draft)) / PASSES,
+      target_step=float(np.median(step)) / (PASSES * self.parts),
+      draft_step=float(np.median(draft)) / (PASSES * self.parts),
       c=timing.ratio(draft, step).median,
       v={
         m - 1: timing.ratio(seconds[kind, m], step).median
@@ -207,14 +206,13 @@ class Race:
       A row of the table for each arm with a draft.
     """
     warp = warps.temperature(temperature)
-    seconds, states = timing.alternate(
-      {
-        arm: [self._decoding(arm, warp, state) for state in self._states]
-        for arm in self._arms
-      },
-      repeats,
-      done,
-    )
+    calls = {
+      arm: [self._decoding(arm, warp, state) for state in self._states]
+      for arm in self._arms
+    } | {width: [self._passing(width)] * self.parts for width in self._widths}
+    seconds, states = timing.alternate(calls, repeats, done)
+    for width in self._widths:
+      self._pass_seconds[width] += seconds[width]
     results = {
       arm: [self._finish(state) for state in states[arm]] for arm in self._arms
     }
@@ -275,11 +273,11 @@ class Race:
       'baseline_tokens_per_second': summary['tokens']
       / float(np.median(seconds[PLAIN])),
       'repetition': metrics.repetition(new),
+      'acceptance_by_depth': summary['acceptance_by_depth'][: arm.k],
       **{
         key: summary[key]
         for key in (
           'acceptance_rate',
-          'acceptance_by_depth',
           'accepted_per_round',
           'tokens_per_round',
         )
@@ -304,6 +302,11 @@ class Race:
     """A call that has nothing left to do on the host."""
     target, drafter, _, *rest = self._arguments(arm, warp, state, rounds)
     return functools.partial(self._programs[arm], target, drafter, *rest)
+
+  def _passing(self, width):
+    return functools.partial(
+      self._programs[width], *self._pass_arguments(width)
+    )
 
   def _finish(self, state) -> generation.Result:
     return generation.finish(state, self._prompt_length)

@@ -1,18 +1,14 @@
 """The scripts that measure a run: what they write, say and refuse."""
 
+import importlib.util
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from scripts import ROOT, finish, start
 
 from specjax import experiment, logs, runs
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 pytestmark = pytest.mark.slow  # a process each, and most of a second to start
 
@@ -41,30 +37,8 @@ def run(tmp_path_factory):
   return folder
 
 
-def start(script, *arguments):
-  """A script as a user starts it; several may run at once."""
-  return subprocess.Popen(
-    [sys.executable, ROOT / 'eval' / script, *arguments],
-    cwd=ROOT,
-    env={
-      **os.environ,
-      'PYTHONPATH': str(ROOT),
-      # Compiles in half the time.
-      'XLA_FLAGS': '--xla_backend_optimization_level=0',
-    },
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def finish(process):
-  out, error = process.communicate(timeout=120)
-  return process.returncode, out, error
-
-
 def test_speedup_reports_and_draws(run):
-  code, out, error = finish(start('speedup.py', f'--workdir={run}'))
+  code, out, error = finish(start('eval/speedup.py', f'--workdir={run}'))
   assert code == 0, error
   report = json.loads((run / 'speedup.json').read_text())
   assert {
@@ -119,10 +93,28 @@ def test_speedup_reports_and_draws(run):
     assert f'{picture}.png' in out
 
 
+def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
+  spec = importlib.util.spec_from_file_location(
+    'speedup_script', ROOT / 'eval' / 'speedup.py'
+  )
+  speedup = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(speedup)
+
+  def said(*margins):
+    mismatches = [{'margin': margin} for margin in margins]
+    report = {'greedy_identical': False, 'greedy_mismatches': mismatches}
+    return speedup.greedy(report), speedup.widest_margin(report)
+
+  text, margin = said(1e-6, 3e-5)
+  assert 'near-tie' in text and margin <= speedup.NEAR_TIE
+  text, margin = said(1e-6, 0.2)
+  assert 'NOT LOSSLESS' in text and margin > speedup.NEAR_TIE
+
+
 def test_generate_is_plain_text_when_piped_whatever_drafts(run):
   flags = [f'--workdir={run}', '--temperature=0', '--tokens=8']
   processes = [
-    start('generate.py', '--prompt=def ', f'--drafter={drafter}', *flags)
+    start('eval/generate.py', '--prompt=def ', f'--drafter={drafter}', *flags)
     for drafter in ('model', 'ngram', 'none')
   ]
   outputs = [finish(process) for process in processes]
@@ -138,7 +130,7 @@ def test_generate_is_plain_text_when_piped_whatever_drafts(run):
 
 def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):
   flags = '--prompt=', '--tokens=8', '--temperature=0', '--drafter=none'
-  process = start('generate.py', f'--workdir={run}', *flags)
+  process = start('eval/generate.py', f'--workdir={run}', *flags)
   process.stdout.close()
   process.stdout = None
   code, _, error = finish(process)
@@ -149,10 +141,16 @@ def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):
 def test_a_mistake_is_one_line_and_code_2(run):
   here = f'--workdir={run}'
   cases = [
-    (['generate.py', here, '--temperature=-1'], 'temperature is -1'),
-    (['generate.py', here, '--k=-1'], 'the draft length is -1'),
-    (['speedup.py', here, '--draft=other'], 'no other yet: run `python train'),
-    (['speedup.py', here, '--config.target.width=8'], 'target.width: 32 -> 8'),
+    (['eval/generate.py', here, '--temperature=-1'], 'temperature is -1'),
+    (['eval/generate.py', here, '--k=-1'], 'the draft length is -1'),
+    (
+      ['eval/speedup.py', here, '--draft=other'],
+      'no other yet: run `python train',
+    ),
+    (
+      ['eval/speedup.py', here, '--config.target.width=8'],
+      'target.width: 32 -> 8',
+    ),
   ]
   # Two at a time: as many as there are cores on a small machine.
   for first in range(0, len(cases), 2):

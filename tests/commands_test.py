@@ -1,0 +1,70 @@
+"""Every configuration, shrunk, through the commands of the README."""
+
+import json
+
+import numpy as np
+import pytest
+import scripts
+
+from specjax.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.slow
+
+PAGES = sorted(path.name for path in (scripts.ROOT / 'configs').glob('*.py'))
+
+
+def test_there_are_pages():
+  assert PAGES
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_from_text_to_a_measured_speedup(page, tmp_path):
+  folder = tmp_path / 'run'
+  here = f'--config=configs/{page}:tiny', f'--workdir={folder}'
+
+  def run(script, *more):
+    code, out, error = scripts.run(script, *here, *more)
+    assert code == 0, error
+    return out
+
+  # A draft wants a target: the first command trains both.
+  run('train/distill.py')
+  newest = {
+    name: Checkpoints(folder / name).latest() for name in ('target', 'draft')
+  }
+  assert all(newest.values())
+  first = weights(folder / 'draft')
+
+  # Said again, it trains nothing further.
+  run('train/distill.py')
+  assert newest == {
+    name: Checkpoints(folder / name).latest() for name in newest
+  }
+  np.testing.assert_array_equal(first, weights(folder / 'draft'))
+
+  run('eval/ablation.py')
+  points = json.loads((folder / 'ablation.json').read_text())['points']
+  assert len({str(point['kl_weight']) for point in points}) == len(points) > 1
+  run('eval/ablation.py')
+  again = json.loads((folder / 'ablation.json').read_text())['points']
+  assert again == points
+  np.testing.assert_array_equal(first, weights(folder / 'draft'))
+
+  out = run('eval/speedup.py')
+  report = json.loads((folder / 'speedup.json').read_text())
+  assert f'{report["speedup"]:.2f}x at K = {report["k"]}' in out
+
+  # Another loss into the same folder would mix two experiments.
+  code, _, error = scripts.run(
+    'train/distill.py', *here, '--config.loss.kl_weight=0.5'
+  )
+  assert code == 2
+  assert 'loss.kl_weight' in error and error.count('\n') == 1
+  np.testing.assert_array_equal(first, weights(folder / 'draft'))
+
+
+def weights(folder):
+  """All numbers of the newest checkpoint's files, as bytes."""
+  found = sorted(p for p in folder.rglob('*') if p.is_file())
+  data = b''.join(path.read_bytes() for path in found)
+  return np.frombuffer(data, np.uint8)
