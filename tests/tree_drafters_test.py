@@ -92,7 +92,9 @@ def test_greedy_text_is_the_plain_one(name, rule):
     )
     assert result.new_tokens() == [
       oracles.greedy(TABLE, prompt, new, eos, least)
-      for prompt, new, least in zip(PROMPTS, (7, 20, 33), (0, 3, 0))
+      for prompt, new, least in zip(
+        PROMPTS, (7, 20, 33), (0, 3, 0), strict=True
+      )
     ]
     assert (result.stats.accepted > 0).all()
     assert (result.stats.passed <= result.stats.tested).all()
