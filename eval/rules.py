@@ -57,16 +57,19 @@ def main(config, folder):
   size = c['prompt_length']
   prompts = workspace.prompts('test', PROMPTS.value, size)
   accepted, speed, cost = [], [], []
-  total = len(ks) * (2 + repeats)
+  total = len(ks) * (2 + repeats * len(prompts))
   with logs.Progress(total, 'rules', unit='steps') as progress:
+    done = progress.advance
     for k in ks:
       own = drafter.at(k)
       state = start(target, own, prompts, c['max_new_tokens'])
       accepted.append({'k': k} | on_the_same_rounds(target, own, warp, state))
       progress.advance()
-      one = start(target, own, prompts[:1], c['max_new_tokens'])
+      states = [
+        start(target, own, [prompt], c['max_new_tokens']) for prompt in prompts
+      ]
       speed.append(
-        {'k': k} | in_turns(target, own, warp, one, repeats, progress.advance)
+        {'k': k} | in_turns(target, own, warp, states, repeats, done)
       )
       cost += alone(k, VOCAB.value, repeats, speed[-1]['seconds_per_round'])
       progress.advance()
@@ -139,26 +142,33 @@ def on_the_same_rounds(target, drafter, warp, state):
   }
 
 
-def in_turns(target, drafter, warp, state, repeats, done):
-  """Speed of plain decoding, `rejection` and `block`, alternated."""
+def in_turns(target, drafter, warp, states, repeats, done):
+  """Speed of plain decoding, `rejection` and `block`, prompt by prompt."""
   advance = jax.jit(decode.advance)
   arms = {
-    'none': (NoDrafter(), verify.rejection, state._replace(memory=())),
-    'rejection': (drafter, verify.rejection, state),
-    'block': (drafter, verify.block, state),
+    'none': (NoDrafter(), verify.rejection),
+    'rejection': (drafter, verify.rejection),
+    'block': (drafter, verify.block),
   }
 
   def call(own, rule, state):
+    if isinstance(own, NoDrafter):
+      state = state._replace(memory=())
     rule = verify.as_pytree(rule)
     return functools.partial(
       advance, target, own, rule, warp, NEVER, state, FOREVER
     )
 
-  calls = {name: [call(*arm)] for name, arm in arms.items()}
+  calls = {
+    name: [call(*arm, state) for state in states] for name, arm in arms.items()
+  }
   for parts in calls.values():
     jax.block_until_ready(parts[0]())
-  seconds, states = timing.alternate(calls, repeats, done)
-  rounds = {name: int(s[0].stats.rounds[0]) for name, s in states.items()}
+  seconds, ends = timing.alternate(calls, repeats, done)
+  rounds = {
+    name: sum(int(s.stats.rounds[0]) for s in part)
+    for name, part in ends.items()
+  }
   return {
     'seconds_per_round': float(np.median(seconds['rejection']))
     / rounds['rejection'],
