@@ -35,7 +35,7 @@ SHIPPED = {'advance': generation.advance, '_prefill': generation._prefill}
 @pytest.fixture(autouse=True, scope='module')
 def quick_compilation():
   """Most programs here run a few times only."""
-  advance = toys.jit(decode.advance, static_argnums=2, donate_argnums=5)
+  advance = toys.jit(decode.advance, donate_argnums=5)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(generation, 'advance', advance)
     patch.setattr(generation, '_prefill', toys.jit(decode.prefill))
@@ -198,7 +198,7 @@ def advance(drafter, state, rounds, table=TABLE, eos=NEVER, temperature=0.0):
   return generation.advance(
     model(table),
     drafter,
-    verify.rejection,
+    verify.as_pytree(verify.rejection),
     Temperature(temperature),
     jnp.array(eos),
     jax.tree.map(jnp.copy, state),
@@ -458,11 +458,9 @@ def test_the_loop_moves_nothing_between_host_and_device(shipped):
   state = begin(drafter, 12)
   args = jax.device_put((drafter, Temperature(0.0), jnp.array(NEVER), 99))
   drafter, warp, eos, rounds = args
-  target = model(TABLE)
+  target, rule = model(TABLE), verify.as_pytree(verify.rejection)
   with jax.transfer_guard('disallow'):
-    state = generation.advance(
-      target, drafter, verify.rejection, warp, eos, state, rounds
-    )
+    state = generation.advance(target, drafter, rule, warp, eos, state, rounds)
     jax.block_until_ready(state)
     with pytest.raises(Exception, match='[Dd]isallowed'):
       jnp.add(state.length, np.ones(5, np.int32))
