@@ -38,7 +38,6 @@ def normal(rng, shape):
 def shut(rng, shape):
   """Some tokens are impossible, but never all."""
   logits = np.where(rng.random(shape) < 0.5, -INF, normal(rng, shape))
-  logits[..., 1] = np.where(rng.random(shape[:-1]) < 0.5, logits[..., 1], 0)
   dead = (logits == -INF).all(-1)
   logits[..., 0] = np.where(dead, 0, logits[..., 0])
   return logits
@@ -79,7 +78,7 @@ everything = hypothesis.settings(max_examples=8)
 class Case:
   """A batch of drafts with their laws and noise, in NumPy."""
 
-  def __init__(self, settings, siblings=None, nodes=N):
+  def __init__(self, settings, siblings=None, nodes=N, vocab=V):
     """`siblings` of a tree; None is a chain."""
     rng = np.random.default_rng(settings['seed'])
     self.rng, self.siblings = rng, siblings
@@ -87,14 +86,14 @@ class Case:
     self.parents = chain
     if siblings:  # each node hangs off any earlier one
       self.parents = (rng.random((B, nodes)) * (chain + 2)).astype(int) - 1
-    self.target = KINDS[settings['p']](rng, (B, nodes + 1, V))
+    self.target = KINDS[settings['p']](rng, (B, nodes + 1, vocab))
     rows = np.arange(B)[:, None], self.parents + 1
     by_row = self.target
     if settings['q'] != 'as p':
-      by_row = KINDS[settings['q']](rng, (B, nodes + 1, V))
+      by_row = KINDS[settings['q']](rng, (B, nodes + 1, vocab))
     self.logits = by_row[rows]  # those of one node's children are the same
     if siblings == 'independent':
-      second = KINDS[settings['p']](rng, (B, nodes, V))
+      second = KINDS[settings['p']](rng, (B, nodes, vocab))
       flip = rng.random((B, nodes, 1)) < 0.5
       self.logits = np.where(flip, second, self.logits)
     self.log_u = NOISES[settings['noise']](rng, (B, nodes))
@@ -114,7 +113,7 @@ class Case:
           )
       above = (parent < 0) | self.valid[row, parent]
       self.valid[:, i] &= above & (logits > -INF).any(-1)
-      noisy = logits + self.rng.gumbel(size=(B, V))
+      noisy = logits + self.rng.gumbel(size=logits.shape)
       self.tokens[:, i] = np.argmax(noisy, -1)
     if self.siblings == 'iid':
       self.parents = np.asarray(merge(self.tokens, self.parents, self.valid))
@@ -139,7 +138,7 @@ class Case:
   def noise(self):
     """The keys of a depth do not depend on how many depths follow."""
     fold = jax.vmap(jax.random.fold_in, (None, 0))
-    keys = fold(jax.random.key(0), np.arange(B * 8)).reshape(B, 8)
+    keys = fold(jax.random.key(0), np.arange(B * 16)).reshape(B, 16)
     log_u = self.log_u.astype(np.float32)
     return Noise(log_u, keys[:, : log_u.shape[1] + 1])
 
@@ -194,11 +193,18 @@ def require_equal(got, want, atol=0.0):
     np.testing.assert_allclose(np.exp(a), np.exp(b), atol=atol)
 
 
+OTHER_SIZES = [
+  pytest.param(size, marks=pytest.mark.slow)
+  for size in ((1, 1), (3, 2), (9, 40))
+]
+
+
+@pytest.mark.parametrize('size', [(N, V), *OTHER_SIZES])
 @pairs()
 @everything
 @hypothesis.given(settings=settings)
-def test_a_verdict_is_a_path_and_a_law(rule, siblings, settings):
-  case = Case(settings, siblings)
+def test_a_verdict_is_a_path_and_a_law(rule, siblings, size, settings):
+  case = Case(settings, siblings, *size)
   log_p, verdict = case.log_p, case.verdict(rule)
   assert not (verdict.fault & verify.NAN).any()
   row = case.row(verdict.accepted)
