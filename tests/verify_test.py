@@ -556,11 +556,11 @@ def test_a_nan_further_on_accepts_nothing_where_whole_paths_are_judged(
   rule, part
 ):
   """It once made the rate of the node before it one, which nothing refuses."""
-  log_p = np.tile(oracles.log(P5), (1, 3, 1))
-  logits = np.tile(oracles.log(Q5), (1, 2, 1))
+  log_p = np.tile(oracles.log(P5), (1, 4, 1))
+  logits = np.tile(oracles.log(Q5), (1, 3, 1))
   (log_p if part == 'p' else logits)[:, 1] = np.nan
   for x, u in itertools.product(range(5), [1e-3, 0.5, 1.0]):
-    tokens, log_u = np.array([[x, 1]], np.int32), oracles.log([[u, u]])
+    tokens, log_u = np.array([[x, 1, 2]], np.int32), oracles.log([[u] * 3])
     draft = Draft(tokens, logits=logits)
     verdict = run(log_u, draft, log_p, verify.RULES[rule])
     assert verdict.fault[0] & verify.NAN
