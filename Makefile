@@ -23,7 +23,7 @@ demo: $(STAMP) ## train a target, distil drafts, measure the speedup (13 minutes
 	$(RUN) eval/generate.py --workdir runs/stdlib --prompt "def main("
 
 test: $(STAMP) ## run the tests but the slow ones
-	$(RUN) -m pytest -q -m "not slow"
+	$(RUN) -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## run the slow tests
 	$(RUN) -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: there is none

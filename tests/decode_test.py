@@ -31,15 +31,7 @@ NEVER = (V - 1, V - 1)  # two end ids that no law of a barred table holds
 
 SHIPPED = {'advance': generation.advance, '_prefill': generation._prefill}
 
-
-@pytest.fixture(autouse=True, scope='module')
-def quick_compilation():
-  """Most programs here run a few times only."""
-  advance = toys.jit(decode.advance, donate_argnums=5)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(generation, 'advance', advance)
-    patch.setattr(generation, '_prefill', toys.jit(decode.prefill))
-    yield
+pytestmark = pytest.mark.usefixtures('quick_compilation')
 
 
 @pytest.fixture
