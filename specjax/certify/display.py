@@ -1,0 +1,160 @@
+"""The usual display: distances between the text of two arms. It decides nothing.
+
+The plug-in KL between two samples of one law is never 0 but about
+(cells - 1) / n, so distances are given less their mean under permuted labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+FEWEST = 20  # sequences, of both arms together, that make a cell
+
+
+def compare(
+  one: np.ndarray,
+  other: np.ndarray,
+  *,
+  grams: int = 3,
+  cells: int = 64,
+  repeats: int = 200,
+  seed: int = 0,
+) -> list[dict[str, Any]]:
+  """Compares the tokens of two arms, KL(one || other) and TV.
+
+  Every prompt and place has a table, whose cells are the most frequent outcomes
+  in both arms together and one for all others. The n-grams of neighbours cross
+  the boundaries of rounds, wherever these fall.
+
+  Args:
+    one: `[P, S, N]` tokens of S sequences for each of P prompts.
+    other: `[P, S', N]` of the other arm.
+    grams: longest n-gram.
+    cells: of a table, at most.
+    repeats: of label permutations within a prompt, and of the bootstrap.
+    seed: of both.
+
+  Returns:
+    For each n: `n`; `tables`; `kl` in nats and `tv`, means over tables less
+    those under permuted labels; `kl_low`, `kl_high`, `tv_low`, `tv_high`, 95 %
+    bootstrap intervals over sequences; `p_value` of TV by permutation.
+  """
+  rng = np.random.default_rng(seed)
+  both = np.concatenate([one, other], 1).astype(np.int64)
+  first = _first(both, one.shape[1])
+  permuted = [rng.permuted(first, axis=1) for _ in range(repeats)]
+  resampled = [_resample(rng, first) for _ in range(repeats)]
+  rows = []
+  for n in range(1, min(grams, both.shape[2]) + 1):
+    prompt, table = _tables(both, n, cells)
+
+    def distances(left, right, prompt=prompt, table=table):
+      return _distances(
+        *(_shares(table, x[prompt], cells) for x in (left, right))
+      )
+
+    seen = distances(first, ~first)
+    null = np.array([distances(x, ~x) for x in permuted])
+    draws = np.array([distances(*x) for x in resampled])
+    # A resample is biased once more: what counts is how far it spreads.
+    spread = np.quantile(draws - draws.mean(0), (0.025, 0.975), axis=0)
+    value = seen - null.mean(0)
+    row = {'n': n, 'tables': len(table)}
+    for i, name in enumerate(('kl', 'tv')):
+      row[name] = float(value[i])
+      row[f'{name}_low'] = float(value[i] + spread[0, i])
+      row[f'{name}_high'] = float(value[i] + spread[1, i])
+    rows.append(row | {'p_value': _p_value(seen[1], null[:, 1])})
+  return rows
+
+
+def compare_log_probability(
+  one: np.ndarray, other: np.ndarray, *, repeats: int = 200, seed: int = 0
+) -> dict[str, float]:
+  """Two-sample Kolmogorov-Smirnov test on sequence log-probability.
+
+  Args:
+    one: `[P, S]` log-probability of each sequence under the target.
+    other: `[P, S']` of the other arm.
+    repeats: of label permutations within a prompt.
+    seed: theirs.
+
+  Returns:
+    `statistic`, the mean over prompts of the largest difference of the arms'
+    distribution functions, and its `p_value`.
+  """
+  rng = np.random.default_rng(seed)
+  both = np.concatenate([one, other], 1)
+  first = _first(both, one.shape[1])
+  order = np.argsort(both, 1, kind='stable')
+  ranked = np.take_along_axis(both, order, 1)
+  # The functions are compared behind all values that are equal.
+  last = np.append(ranked[:, 1:] > ranked[:, :-1], first[:, :1], 1)
+
+  def statistic(first):
+    step = first / one.shape[1] - ~first / other.shape[1]
+    gap = np.cumsum(np.take_along_axis(step, order, 1), 1)
+    return np.abs(np.where(last, gap, 0.0)).max(1).mean()
+
+  seen = statistic(first)
+  null = [statistic(rng.permuted(first, axis=1)) for _ in range(repeats)]
+  return {'statistic': float(seen), 'p_value': _p_value(seen, null)}
+
+
+def _first(both: np.ndarray, split: int) -> np.ndarray:
+  """`[P, S + S']` bool: of the first arm."""
+  return np.broadcast_to(np.arange(both.shape[1]) < split, both.shape[:2])
+
+
+def _resample(rng, first: np.ndarray) -> list[np.ndarray]:
+  """How often each sequence is drawn, in either arm, `[P, S + S']` twice."""
+  weights = []
+  for arm in (first[0], ~first[0]):
+    size = arm.sum()
+    drawn = np.zeros(first.shape)
+    drawn[:, arm] = rng.multinomial(size, np.full(size, 1 / size), len(first))
+    weights.append(drawn)
+  return weights
+
+
+def _tables(
+  tokens: np.ndarray, n: int, cells: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Prompt `[tables]` and cells `[tables, S]` of all n-grams of `[P, S, N]`."""
+  prompts, tables, base = [], [], tokens.max() + 1
+  for prompt, rows in enumerate(tokens):
+    for start in range(rows.shape[1] - n + 1):
+      powers = base ** np.arange(n)
+      code = (rows[:, start : start + n] * powers).sum(1)
+      _, outcome, count = np.unique(
+        code, return_inverse=True, return_counts=True
+      )
+      rank = np.argsort(np.argsort(-count, kind='stable'))
+      cell = np.where(count < FEWEST, cells - 1, np.minimum(rank, cells - 1))
+      prompts.append(prompt)
+      tables.append(cell[outcome])
+  return np.array(prompts), np.array(tables)
+
+
+def _shares(table: np.ndarray, weight: np.ndarray, cells: int) -> np.ndarray:
+  """Share `[tables, cells]` of each cell in weighted sequences."""
+  index = table + cells * np.arange(len(table))[:, None]
+  count = np.bincount(
+    index.ravel(), weight.ravel().astype(float), cells * len(table)
+  ).reshape(-1, cells)
+  return count / count.sum(1, keepdims=True)
+
+
+def _distances(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
+  """KL and TV, means over tables."""
+  kl = special.rel_entr(p, q).sum(1).mean()
+  return kl, np.abs(p - q).sum(1).mean() / 2
+
+
+def _p_value(seen: float, null: Sequence[float]) -> float:
+  """Of a permutation test; its own value counts among the permuted."""
+  return float((1 + np.sum(np.asarray(null) >= seen)) / (1 + len(null)))
