@@ -1,4 +1,4 @@
-"""The usual display: distances between the text of two arms. It decides nothing.
+"""The usual display, which decides nothing: how far two arms lie apart.
 
 The plug-in KL between two samples of one law is never 0 but about
 (cells - 1) / n, so distances are given less their mean under permuted labels.
@@ -52,10 +52,8 @@ def compare(
   for n in range(1, min(grams, both.shape[2]) + 1):
     prompt, table = _tables(both, n, cells)
 
-    def distances(left, right, prompt=prompt, table=table):
-      return _distances(
-        *(_shares(table, x[prompt], cells) for x in (left, right))
-      )
+    def distances(*arms, prompt=prompt, table=table):
+      return _distances(*(_shares(table, x[prompt], cells) for x in arms))
 
     seen = distances(first, ~first)
     null = np.array([distances(x, ~x) for x in permuted])
