@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-FEWEST = 20  # sequences, of both arms together, that make a cell
+FEWEST = 40  # sequences, of both arms together, that make a cell
 
 
 def compare(
@@ -59,7 +59,8 @@ def compare(
     null = np.array([distances(x, ~x) for x in permuted])
     draws = np.array([distances(*x) for x in resampled])
     # A resample is biased once more: what counts is how far it spreads.
-    spread = np.quantile(draws - draws.mean(0), (0.025, 0.975), axis=0)
+    with np.errstate(invalid='ignore'):  # an outcome that one arm never has
+      spread = np.quantile(draws - draws.mean(0), (0.025, 0.975), axis=0)
     value = seen - null.mean(0)
     row = {'n': n, 'tables': len(table)}
     for i, name in enumerate(('kl', 'tv')):
@@ -94,9 +95,11 @@ def compare_log_probability(
   last = np.append(ranked[:, 1:] > ranked[:, :-1], first[:, :1], 1)
 
   def statistic(first):
-    step = first / one.shape[1] - ~first / other.shape[1]
+    # In whole numbers, so that equal statistics are equal.
+    step = np.where(first, other.shape[1], -one.shape[1])
     gap = np.cumsum(np.take_along_axis(step, order, 1), 1)
-    return np.abs(np.where(last, gap, 0.0)).max(1).mean()
+    gap = np.abs(np.where(last, gap, 0)).max(1).mean()
+    return gap / one.shape[1] / other.shape[1]
 
   seen = statistic(first)
   null = [statistic(rng.permuted(first, axis=1)) for _ in range(repeats)]
@@ -131,8 +134,12 @@ def _tables(
       _, outcome, count = np.unique(
         code, return_inverse=True, return_counts=True
       )
-      rank = np.argsort(np.argsort(-count, kind='stable'))
-      cell = np.where(count < FEWEST, cells - 1, np.minimum(rank, cells - 1))
+      order = np.argsort(-count, kind='stable')
+      own = min(cells - 1, int((count >= FEWEST).sum()))
+      # What is left over has to make a cell as well.
+      own -= own and 0 < count[order[own:]].sum() < FEWEST
+      cell = np.empty(len(count), int)
+      cell[order] = np.minimum(np.arange(len(count)), own)
       prompts.append(prompt)
       tables.append(cell[outcome])
   return np.array(prompts), np.array(tables)
