@@ -25,10 +25,10 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.target = target = config_dict.ConfigDict()
   target.width = 512
-  target.layers = 4  # few and wide: a CPU multiplies large matrices best
+  target.layers = 6  # few and wide: a CPU multiplies large matrices best
   target.heads = 8  # of 64, the usual size
   target.kv_heads = 2  # a quarter of the cache to read at every step
-  target.hidden = 1536  # 14 M parameters in all: 57 MB, more than a CPU caches
+  target.hidden = 1536  # 20 M parameters in all: 81 MB, more than a CPU caches
   target.dtype = 'float32'  # exact under speculation; bfloat16 flips near-ties
 
   config.draft = config_dict.ConfigDict()
@@ -42,24 +42,24 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   draft.dtype = 'float32'
 
   config.pretrain = pretrain = config_dict.ConfigDict()
-  pretrain.steps = 560  # under one pass: there is no time to overfit
+  pretrain.steps = 480  # under one pass: there is no time to overfit
   pretrain.batch = 2  # small: many updates matter most in a short run
   pretrain.learning_rate = 1e-3
-  pretrain.warmup = 56  # a tenth; then a cosine to zero
+  pretrain.warmup = 48  # a tenth; then a cosine to zero
   pretrain.weight_decay = 0.1
   pretrain.clip = 1.0  # of the gradient's norm
-  pretrain.eval_every = 140  # steps between evaluations and checkpoints
+  pretrain.eval_every = 120  # steps between evaluations and checkpoints
   pretrain.eval_windows = 32  # held-out windows that the loss is taken on
   pretrain.seed = 0
 
   config.distill = distill = config_dict.ConfigDict()
-  distill.steps = 260
+  distill.steps = 240
   distill.batch = 4
   distill.learning_rate = 4e-3  # a small model bears a higher one
-  distill.warmup = 26
+  distill.warmup = 24
   distill.weight_decay = 0.0  # too small to overfit
   distill.clip = 1.0
-  distill.eval_every = 130
+  distill.eval_every = 120
   distill.seed = 1
 
   config.loss = loss = config_dict.ConfigDict()
@@ -77,7 +77,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.decode = decode = config_dict.ConfigDict()
   decode.k = 6  # tokens drafted per round
   decode.temperature = 1.0  # 0 is greedy
-  decode.max_new_tokens = 64
+  decode.max_new_tokens = 96
   decode.prompt_length = 32
 
   config.speedup = speedup = config_dict.ConfigDict()

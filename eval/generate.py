@@ -90,10 +90,9 @@ def generate(workspace: Workspace, warp, write):
     max_new_tokens=c['max_new_tokens'],
   )
   eos = generation.end_ids(target, [tokenizer.eos_id])
-  arguments = target, drafter, warp, eos
-  advance = generation.advance.lower(
-    target, drafter, verify.rejection, warp, eos, state, ROUNDS
-  ).compile()
+  rule = verify.as_pytree(verify.rejection)
+  arguments = target, drafter, rule, warp, eos
+  advance = generation.advance.lower(*arguments, state, ROUNDS).compile()
   stream = tokenizer.stream()
   print(write(PROMPT.value, decode.PROMPT), end='', flush=True)
   result, seconds, shown = None, 0.0, len(prompt)

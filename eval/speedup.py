@@ -169,7 +169,8 @@ def show(report):
     rows = list(rows)
     plain = rows[0]['baseline_tokens_per_second']
     console.print(
-      f'\nT = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s'
+      f'\nT = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s;'
+      f' {percent(rows[0]["repetition"])} of the 4-grams are repeated'
     )
     table = rich.table.Table(
       box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import draws
+from specjax import draws, trees
 from specjax.types import (
   Array,
   Block,
@@ -98,8 +98,9 @@ class Round(NamedTuple):
 
   Attributes:
     draft: the proposal.
-    accepted: `[B, N]` what the rule accepted, before any cut.
-    tokens: `[B, N + 1]` accepted tokens and the one that follows.
+    accepted: `[B, N]` nodes that the rule accepted, before any cut.
+    tokens: `[B, N + 1]` accepted tokens along their path and the one that
+      follows.
     count: how many of them were emitted.
   """
 
@@ -132,8 +133,8 @@ def step(
     seen.
 
   Raises:
-    ValueError: at trace time, for a draft that is not a chain or is longer
-      than the state was made for.
+    ValueError: at trace time, for a draft that is longer than the state was
+      made for, or that the rule does not verify.
   """
   s = state
   fold = jax.vmap(jax.random.fold_in, (0, None))
@@ -143,17 +144,18 @@ def step(
   draft, memory = drafter.propose(
     target, s.cache, s.memory, keys, s.tokens, s.length
   )
-  if draft.parents is not None:
-    raise ValueError('step decodes chains: this draft has parents')
   n = draft.tokens.shape[1]
   pending = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, 1)
-  block = Block(jnp.concatenate([pending, draft.tokens], 1))
+  tree = draft.parents is not None
+  parents = trees.block_parents(draft.parents) if tree else None
+  depth = trees.depths(trees.ancestors(parents, n + 1))
+  block = Block(jnp.concatenate([pending, draft.tokens], 1), parents)
   output, rows = target.extend(block, s.cache)
 
-  position = s.length[:, None] + jnp.arange(n + 1)
-  log_p = _law(
-    target, warp, eos, output.features, position < s.earliest[:, None]
-  )
+  early = s.length[:, None] + depth < s.earliest[:, None]
+  log_p = _law(target, warp, eos, output.features, early)
+  index = jnp.arange(n + 1)
+  position = s.length[:, None] + index
   draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
     keys.target, position
   )
@@ -166,8 +168,11 @@ def step(
     draw_keys, accepted, verdict.law
   )
 
-  index = jnp.arange(n + 1)
-  drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+  drafted = draft.tokens
+  if tree:  # the accepted path, brought to the front
+    order = trees.pack(verdict.accepted)
+    drafted = jnp.take_along_axis(drafted, order, 1)
+  drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
   tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
   ends = jnp.isin(tokens, eos)
   inside = ends & (index < accepted[:, None])
@@ -181,15 +186,20 @@ def step(
 
   # A cut row keeps what was emitted but its last token, the new pending one,
   # so that it could go on; a row that was done keeps nothing.
-  kept = index < count[:, None]
+  rank = jnp.cumsum(verdict.accepted, -1)
+  kept = verdict.accepted & (rank < count[:, None])
+  kept = jnp.concatenate([count[:, None] > 0, kept], 1)
   valid = jnp.ones((), bool) if draft.valid is None else draft.valid
-  counted = valid & room[:, :n] & ~ended[:, :n]
-  stats = _count(s.stats, counted, emitted, accepted, broken, ~s.done)
+  slot = jnp.broadcast_to(depth, (len(count), n + 1))[:, 1:] - 1
+  counted = valid & jnp.take_along_axis(room & ~ended, slot, 1)
+  stats, tested = _count(
+    s.stats, draft.parents, slot, counted, emitted, verdict, ~s.done, broken
+  )
   write = functools.partial(_write, at=s.length, keep=emitted)
   origin = jnp.where(
     index < accepted[:, None],
     ACCEPTED,
-    jnp.where(accepted < counted.sum(-1), CORRECTED, BONUS)[:, None],
+    jnp.where(accepted < tested, CORRECTED, BONUS)[:, None],
   )
   state = DecodeState(
     tokens=write(s.tokens, tokens),
@@ -198,7 +208,7 @@ def step(
     earliest=s.earliest,
     done=done,
     row=s.row,
-    cache=target.commit(s.cache, rows, kept),
+    cache=target.commit(s.cache, rows, kept, not tree),
     memory=drafter.observe(target, memory, block, kept, output),
     fault=s.fault | (broken & NAN),
     stats=stats._replace(origin=write(s.stats.origin, origin)),
@@ -217,8 +227,8 @@ def advance(
 ) -> DecodeState:
   """Rounds until every row is done, or `max_rounds`; `step`'s arguments.
 
-  Call it under `jax.jit(..., static_argnums=2)`, again and again with the
-  state donated, to stream.
+  Call it under `jax.jit`, the rule as a pytree, again and again with the state
+  donated, to stream.
   """
 
   def going(carry):
@@ -331,15 +341,24 @@ def _law(target, warp, eos, features, too_early) -> Array:
   return jax.nn.log_softmax(warp(logits))
 
 
-def _count(stats, counted, emitted, accepted, fault, live) -> Stats:
+def _count(
+  stats, parents, slot, counted, emitted, verdict, live, fault
+) -> tuple[Stats, Array]:
+  """The statistics, and at how many depths a node was put to the test."""
   n, depths = counted.shape[1], stats.tested.shape[1]
   if n > depths:
     raise ValueError(
       f'a draft of {n} nodes, but the state was made for {depths}'
     )
-  passed = emitted[:, :n] & (jnp.arange(n) < accepted[:, None])
-  tested = counted & (jnp.arange(n) <= accepted[:, None])
-  return stats._replace(
+  accepted = verdict.accepted.sum(-1, dtype=jnp.int32)[:, None]
+  at_depth = slot[:, None] == jnp.arange(n)[:, None]  # [B, depth, node]
+  reached = slot <= accepted
+  if parents is not None:  # and hangs off the accepted path
+    above = jnp.take_along_axis(verdict.accepted, jnp.maximum(parents, 0), 1)
+    reached = (parents < 0) | above
+  tested = (at_depth & (counted & reached)[:, None]).any(-1)
+  passed = emitted[:, :n] & (jnp.arange(n) < accepted)
+  stats = stats._replace(
     rounds=stats.rounds + live,
     drafted=stats.drafted + counted.sum(-1),
     accepted=stats.accepted + passed.sum(-1),
@@ -347,6 +366,7 @@ def _count(stats, counted, emitted, accepted, fault, live) -> Stats:
     passed=stats.passed.at[:, :n].add(passed),
     empty_residuals=stats.empty_residuals + (fault & EMPTY_RESIDUAL),
   )
+  return stats, tested.sum(-1)
 
 
 def _write(buffer: Array, new: Array, at: Array, keep: Array) -> Array:

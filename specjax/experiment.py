@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import pathlib
 import sys
 import traceback
@@ -61,6 +62,8 @@ def app(
   flags.DEFINE_string(
     'workdir', None, 'run folder (default: named by the page)'
   )
+  # A drafter or a rule of one's own is looked for where one stands.
+  sys.path.append(os.getcwd())
   rest, overrides = split(sys.argv)
 
   def parse(argv: Sequence[str]) -> list[str]:

@@ -84,7 +84,8 @@ def generate(
   )
   eos = end_ids(target, eos)
   limit = jnp.iinfo(jnp.int32).max
-  state = advance(target, drafter, verifier, warp, eos, state, limit)
+  rule = verify.as_pytree(verifier)
+  state = advance(target, drafter, rule, warp, eos, state, limit)
   return finish(state, [len(p) for p in prompts])
 
 
@@ -151,8 +152,8 @@ def finish(state: decode.DecodeState, prompt_length) -> Result:
 
 _prefill = jax.jit(decode.prefill)
 
-# `decode.advance`, compiled; the state is donated.
-advance = jax.jit(decode.advance, static_argnums=2, donate_argnums=5)
+# `decode.advance`, compiled; the rule is a pytree and the state is donated.
+advance = jax.jit(decode.advance, donate_argnums=5)
 
 
 def _per_row(name: str, value: int | Sequence[int], rows: int) -> np.ndarray:

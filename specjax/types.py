@@ -46,8 +46,10 @@ class Draft:
       the context (point masses).
     valid: `[B, N]` bool; descendants of an invalid node are invalid; None means
       all are valid.
-    siblings: what a rule may assume of the children of one node: 'single',
-      'iid', 'distinct' (drawn without replacement) or 'fixed'.
+    siblings: what a rule may assume of the children of one node: 'single' (it
+      has one at most), 'iid', 'distinct' (drawn without replacement),
+      'independent' (each from a law of its own), 'fixed' (point masses) or
+      'coupled' (drawn with the target's keys).
   """
 
   tokens: Array
@@ -89,15 +91,16 @@ class Verdict(NamedTuple):
   Attributes:
     accepted: `[N]` bool, a path from the root.
     law: `[V]` normalised log-probabilities of the token that follows the path.
-    log_tests: `[N]` log-probability of the outcome of each accept test; log ½
-      for a test that was not made, so that over all `2^N` outcomes of `log_u`
-      the products sum to one. Unused, and compiled away, outside tests.
+    tested: `[N]` bool, which accept tests were made.
+    log_tests: `[N]` log-probability of the outcome of each, 0 where none was
+      made. Both make a rule enumerable; elsewhere they are compiled away.
     fault: scalar int32, the sum of `verify.EMPTY_RESIDUAL` and `verify.NAN`
       where they occurred.
   """
 
   accepted: Array
   law: Array
+  tested: Array
   log_tests: Array
   fault: Array
 

@@ -8,6 +8,7 @@ import pytest
 import toys
 
 from specjax import decode, generation, verify
+from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -24,6 +25,7 @@ DRAFTERS = {
   'none': NoDrafter(),
   'ngram': NGram(8),
   'model': ModelDrafter(NEAR, 8),
+  'coupled': CoupledDrafter(NEAR, 8),
 }
 
 every = pytest.mark.parametrize('name', DRAFTERS)
@@ -56,7 +58,11 @@ def test_a_proposal_is_a_chain_of_ids_in_range(name):
   drafter = DRAFTERS[name]
   draft = propose(drafter, *padded(PROMPTS))
   batch, n = draft.tokens.shape
-  assert draft.parents is None and draft.siblings in ('single', 'fixed')
+  assert draft.parents is None and draft.siblings in (
+    'single',
+    'fixed',
+    'coupled',
+  )
   assert draft.tokens.dtype == jnp.int32
   assert ((draft.tokens >= 0) & (draft.tokens < V)).all()
   if draft.logits is not None:

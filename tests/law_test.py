@@ -25,7 +25,7 @@ from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.models.markov import Markov
-from specjax.types import Draft, Verdict
+from specjax.types import Draft
 
 PROMPTS = [2], [0, 1, 2]  # ragged, and one is shorter than the order
 STEPS = 4
@@ -257,34 +257,16 @@ def test_only_sampler_match_may_share_the_key_of_draft_and_final_draw():
 
 @component
 class Block:
-  """Block verification, which tests behind a failed test.
-
-  (Sun et al. 2024, arXiv 2403.10444, Algorithm 2.)
-  """
+  """Block verification, which tests behind a failed test."""
 
   by_position: bool
 
   def __call__(self, noise, draft, log_p):
-    p, q = jnp.exp(log_p), jax.nn.softmax(draft.logits)
-    n = len(q)
     own = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 7)))
     log_u = jnp.where(
-      self.by_position, jnp.log1p(-own(noise.draws[:n])), noise.log_u
+      self.by_position, jnp.log1p(-own(noise.draws[:-1])), noise.log_u
     )
-    share, count, left = 1.0, 0, jnp.maximum(p[0] - q[0], 0)
-    for i, x in enumerate(draft.tokens):
-      share = jnp.minimum(share * p[i, x] / q[i, x], 1)
-      if i + 1 < n:
-        excess = jnp.maximum(share * p[i + 1] - q[i + 1], 0)
-        chance = excess.sum() / (excess.sum() + 1 - share)
-      else:
-        excess, chance = p[n], share
-      passed = log_u[i] <= jnp.log(chance)
-      count = jnp.where(passed, i + 1, count)
-      left = jnp.where(passed, excess, left)
-    accepted = jnp.arange(n) < count
-    law = jnp.log(left / left.sum())
-    return Verdict(accepted, law, jnp.zeros(n), jnp.array(0))
+    return verify.block(noise._replace(log_u=log_u), draft, log_p)
 
 
 def test_accept_noise_is_fresh_in_every_round():

@@ -1,9 +1,9 @@
-"""Rules for chains, enumerated exactly through the shipped code.
+"""Rules, enumerated exactly through the shipped code.
 
-Every draft is weighted by q, and every outcome of the accept tests by the
-probabilities that the rule itself reports, so there is no sampling error.
+See `specjax.enumeration`: there is no sampling error in any of the laws here.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,7 +14,7 @@ import oracles
 import pytest
 import toys
 
-from specjax import verify
+from specjax import enumeration, verify
 from specjax.types import Draft, Noise
 
 ONE_HOT = np.array([0, 0, 1, 0, 0])
@@ -57,57 +57,6 @@ def constant(law, depth):
   return [np.broadcast_to(law, (5,) * d + (5,)) for d in range(depth)]
 
 
-def after(p, n):
-  """Laws `[V] * (n + 1)` of tokens d to n given those before, for each d."""
-  rest = [np.ones((p[0].shape[-1],) * (n + 1))]
-  for d in reversed(range(n + 1)):
-    rest.append(p[d].reshape(p[d].shape + (1,) * (n - d)) * rest[-1])
-  return rest[::-1]
-
-
-def enumerate_chain(p, q, n, valid=None):
-  """Joint law `[V] * (n + 1)`, total weight, mean number accepted.
-
-  Shorter rounds are completed by p. Without `q` the draft is deterministic:
-  0, 1, 2, ...
-  """
-  vocab = p[0].shape[-1]
-  if q is None:
-    drafts = {tuple(range(n)): 1.0}
-  else:
-    drafts = {
-      path: np.prod([q[d][path[: d + 1]] for d in range(n)])
-      for path in itertools.product(range(vocab), repeat=n)
-    }
-  outcomes = itertools.product([-np.inf, np.inf], repeat=n)
-  paths, log_u = zip(*itertools.product(drafts, outcomes), strict=True)
-
-  def rows(laws, depth):
-    at = [laws[d][path[:d]] for path in paths for d in range(depth)]
-    return oracles.log(at).reshape(len(paths), depth, vocab)
-
-  draft = Draft(
-    np.array(paths, np.int32).reshape(len(paths), n),
-    logits=None if q is None else rows(q, n),
-    valid=None if valid is None else np.tile(valid, (len(paths), 1)),
-    siblings='fixed' if q is None else 'single',
-  )
-  log_u = np.array(log_u, np.float32).reshape(len(paths), n)
-  verdict = jax.device_get(run(log_u, draft, rows(p, n + 1)))
-
-  rest = after(p, n)
-  joint, total, mean = np.zeros((vocab,) * (n + 1)), 0.0, 0.0
-  for path, accepted, law, log_tests in zip(paths, *verdict[:3], strict=True):
-    weight = drafts[path] * np.exp(log_tests.astype(np.float64).sum())
-    count = accepted.sum()
-    if weight > 0:
-      last = np.exp(law.astype(np.float64)).reshape(-1, *[1] * (n - count))
-      joint[path[:count]] += weight * last * rest[count + 1][path[:count]]
-      total += weight
-      mean += weight * count
-  return joint, total, mean
-
-
 def accepted_on_average(p, q, n):
   """Sum over paths, up to each depth, of the product of min(p, q)."""
   mass, mean = np.ones(()), 0.0
@@ -132,36 +81,190 @@ PAIRS = {
 }
 
 
+EXACT = 'rejection', 'block', 'traversal', 'k_seq'
+TREES = [
+  ('rejection', 'iid'),
+  ('rejection', 'distinct'),
+  ('rejection', 'independent'),
+  ('traversal', 'iid'),
+  ('traversal', 'distinct'),
+  ('traversal', 'independent'),
+  ('k_seq', 'iid'),
+]
+
+
+def require_exact(outcome, p, atol=1e-6):
+  np.testing.assert_allclose(outcome.total, 1, atol=atol)
+  np.testing.assert_allclose(outcome.joint, enumeration.joint(p), atol=atol)
+
+
 @pytest.mark.parametrize('n', [0, 1, 2, 3])
 @pytest.mark.parametrize('pair', PAIRS)
-def test_rejection_gives_the_joint_law_of_the_target(pair, n):
+@pytest.mark.parametrize('rule', EXACT)
+def test_a_chain_gives_the_joint_law_of_the_target(rule, pair, n):
   p, q = PAIRS[pair](n)
-  joint, total, mean = enumerate_chain(p, q, n)
-  np.testing.assert_allclose(total, 1, atol=1e-6)
-  np.testing.assert_allclose(joint, after(p, n)[0], atol=1e-6)
-  np.testing.assert_allclose(mean, accepted_on_average(p, q, n), atol=1e-6)
+  ones = (1,) * n
+  got = enumeration.enumerate_rule(verify.RULES[rule], p, q, ones, chain=True)
+  require_exact(got, p)
+  least = 1 + accepted_on_average(p, q, n)
+  if rule in ('rejection', 'k_seq'):
+    np.testing.assert_allclose(got.tokens_per_round, least, atol=1e-6)
+  assert got.tokens_per_round >= least - 1e-6
 
 
 @pytest.mark.parametrize('n', [1, 3])
 @pytest.mark.parametrize('kind', ['p', 'zeros', 'one-hot'])
-def test_point_masses_give_the_joint_law_of_the_target(kind, n):
+@pytest.mark.parametrize('rule', ['rejection', 'block', 'traversal'])
+def test_point_masses_give_the_joint_law_of_the_target(rule, kind, n):
   p = tables(kind, n + 1)
-  joint, total, mean = enumerate_chain(p, None, n)
-  q = [np.broadcast_to(np.eye(5)[d], (5,) * d + (5,)) for d in range(n)]
-  np.testing.assert_allclose(total, 1, atol=1e-6)
-  np.testing.assert_allclose(joint, after(p, n)[0], atol=1e-6)
-  np.testing.assert_allclose(mean, accepted_on_average(p, q, n), atol=1e-6)
+  got = enumeration.enumerate_rule(
+    verify.RULES[rule], p, None, (1,) * n, 'fixed', chain=True
+  )
+  require_exact(got, p)
+  # The same as sampling from the point masses.
+  q = [np.broadcast_to(np.eye(5)[0], (5,) * d + (5,)) for d in range(n)]
+  sampled = enumeration.enumerate_rule(
+    verify.RULES[rule], p, q, (1,) * n, chain=True
+  )
+  np.testing.assert_allclose(
+    got.tokens_per_round, sampled.tokens_per_round, atol=1e-6
+  )
 
 
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('branching', [(2,), (3, 1), (2, 2)])
+@pytest.mark.parametrize(('rule', 'siblings'), TREES)
+def test_a_tree_gives_the_joint_law_of_the_target(
+  rule, siblings, branching, seed
+):
+  """With laws of few tokens, so that siblings run out of support."""
+  rng = np.random.default_rng(seed)
+  p = enumeration.random_laws(rng, 3, len(branching) + 1, 0.3 * (seed > 0))
+  q = enumeration.random_laws(rng, 3, len(branching), 0.3 * (seed > 1))
+  alone = siblings, False, False
+  merged = siblings, False, siblings != 'distinct'
+  for how in {alone, merged}:
+    require_exact(
+      enumeration.enumerate_rule(verify.RULES[rule], p, q, branching, *how), p
+    )
+
+
+@pytest.mark.parametrize('branching', [(3,), (2, 2)])
+@pytest.mark.parametrize('rule', ['rejection', 'traversal'])
+def test_a_tree_of_point_masses_gives_the_joint_law_of_the_target(
+  rule, branching
+):
+  p = enumeration.random_laws(np.random.default_rng(0), 4, len(branching) + 1)
+  got = enumeration.enumerate_rule(
+    verify.RULES[rule], p, None, branching, 'fixed'
+  )
+  require_exact(got, p)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_judging_whole_paths_never_accepts_less(seed):
+  rng = np.random.default_rng(seed)
+  p, q = (enumeration.random_laws(rng, 3, 3 - i) for i in range(2))
+
+  def tokens(rule, *how):
+    return enumeration.enumerate_rule(rule, p, q, *how).tokens_per_round
+
+  chain = (1, 1), 'single', True
+  node_by_node = tokens(verify.rejection, *chain)
+  assert tokens(verify.block, *chain) >= node_by_node - 1e-6
+  np.testing.assert_allclose(
+    tokens(verify.block, *chain), tokens(verify.traversal, *chain), atol=1e-6
+  )
+  for siblings in ('iid', 'distinct'):
+    tree = (2, 2), siblings
+    assert tokens(verify.traversal, *tree) >= (
+      tokens(verify.rejection, *tree) - 1e-6
+    )
+
+
+def test_block_verification_keeps_a_ninth_more_in_its_paper_s_example():
+  """Sun et al. 2025, arXiv 2403.10444, section 2."""
+  p, q = ([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+  p = [np.broadcast_to(p, (2,) * d + (2,)) for d in range(3)]
+  q = [np.broadcast_to(q, (2,) * d + (2,)) for d in range(2)]
+  for rule, accepted in ((verify.rejection, 10 / 9), (verify.block, 11 / 9)):
+    got = enumeration.enumerate_rule(rule, p, q, (1, 1), chain=True)
+    np.testing.assert_allclose(got.tokens_per_round, 1 + accepted, atol=1e-6)
+
+
+def test_siblings_scored_with_the_first_one_s_law_are_not_exact():
+  """The negative twin: without replacement, q is another for each sibling."""
+
+  def wrong(noise, draft, log_p):
+    logits = jnp.broadcast_to(draft.logits[:1], draft.logits.shape)
+    return verify.rejection(
+      noise, dataclasses.replace(draft, logits=logits), log_p
+    )
+
+  p, q = [np.array([0.2, 0.5, 0.3])], [np.array([0.6, 0.3, 0.1])]
+  p.append(np.full((3, 3), 1 / 3))
+  got = enumeration.enumerate_rule(wrong, p, q, (2,), 'distinct')
+  first = got.joint.sum(1)
+  np.testing.assert_allclose(first, [0.2, 0.6, 0.2], atol=1e-6)
+  got = enumeration.enumerate_rule(verify.rejection, p, q, (2,), 'distinct')
+  require_exact(got, p)
+
+
+def test_a_block_rule_that_stops_at_its_first_failure_is_not_exact():
+  def stopped(noise, draft, log_p):
+    verdict = verify.block(noise, draft, log_p)
+    passed = noise.log_u == -jnp.inf
+    prefix = jnp.cumprod(passed).astype(bool)
+    count = prefix.sum()
+    # The verdict on the draft as far as it went before it failed.
+    valid = jnp.arange(prefix.shape[0]) <= count
+    log_u = jnp.where(prefix, noise.log_u, jnp.inf)
+    cut = verify.block(noise._replace(log_u=log_u), draft, log_p)
+    del valid
+    return cut._replace(tested=verdict.tested, log_tests=verdict.log_tests)
+
+  rng = np.random.default_rng(0)
+  p, q = (enumeration.random_laws(rng, 3, 4 - i) for i in range(2))
+  got = enumeration.enumerate_rule(stopped, p, q, (1, 1, 1), chain=True)
+  assert abs(got.joint - enumeration.joint(p)).max() > 1e-3
+
+
+@pytest.mark.parametrize('rule', sorted(verify.LOSSY))
+def test_lossy_rules_are_lossy(rule):
+  rng = np.random.default_rng(0)
+  p, q = (enumeration.random_laws(rng, 4, 3 - i) for i in range(2))
+  got = enumeration.enumerate_rule(verify.RULES[rule], p, q, (1, 1), chain=True)
+  np.testing.assert_allclose(got.joint.sum(), 1, atol=1e-6)
+  assert 0.5 * abs(got.joint - enumeration.joint(p)).sum() > 0.01
+  assert 'LOSSY' in verify.RULES[rule].__doc__
+
+
+def test_lenience_of_one_is_lossless():
+  rng = np.random.default_rng(0)
+  p, q = (enumeration.random_laws(rng, 3, 3 - i) for i in range(2))
+  rule = jax.tree_util.Partial(verify.lenience, factor=1.0)
+  require_exact(enumeration.enumerate_rule(rule, p, q, (1, 1), chain=True), p)
+
+
+@pytest.mark.parametrize('rule', EXACT)
 @pytest.mark.parametrize('valid', range(4))
-@pytest.mark.parametrize('pair', ['random', 'one-hot p'])
-def test_a_draft_cut_short_gives_the_joint_law_of_the_target(pair, valid):
-  p, q = PAIRS[pair](3)
-  mask = np.arange(3) < valid
-  joint, total, mean = enumerate_chain(p, q, 3, mask)
-  np.testing.assert_allclose(total, 1, atol=1e-6)
-  np.testing.assert_allclose(joint, after(p, 3)[0], atol=1e-6)
-  np.testing.assert_allclose(mean, accepted_on_average(p, q, valid), atol=1e-6)
+def test_a_draft_cut_short_is_the_shorter_draft(rule, valid):
+  """What lies behind an invalid node is not looked at."""
+  rng = np.random.default_rng(valid)
+  size = 64
+  p = rng.dirichlet(np.ones(5), (size, 4))
+  q = rng.dirichlet(np.ones(5), (size, 3))
+  tokens = rng.integers(0, 5, (size, 3)).astype(np.int32)
+  log_u = np.log(rng.random((size, 3), np.float32))
+  mask = np.broadcast_to(np.arange(3) < valid, (size, 3))
+  whole = Draft(tokens, logits=oracles.log(q), valid=mask)
+  short = Draft(tokens[:, :valid], logits=oracles.log(q[:, :valid]))
+  rule = verify.RULES[rule]
+  got = run(log_u, whole, oracles.log(p), rule)
+  want = run(log_u[:, :valid], short, oracles.log(p[:, : valid + 1]), rule)
+  np.testing.assert_array_equal(got.accepted[:, :valid], want.accepted)
+  assert not got.accepted[:, valid:].any()
+  np.testing.assert_allclose(np.exp(got.law), np.exp(want.law), atol=1e-6)
 
 
 def test_logits_of_low_precision_are_the_law_that_was_drawn_from():
@@ -306,23 +409,34 @@ def test_sampler_match_draws_what_plain_sampling_would():
   verdict = run(np.zeros((64, 3)), Draft(tokens), log_p, verify.sampler_match)
   np.testing.assert_array_equal(verdict.accepted.sum(-1), wrong)
   np.testing.assert_array_equal(verdict.law, log_p[np.arange(64), wrong])
-  at = np.take_along_axis(log_p[:, :3], tokens[..., None], -1)[..., 0]
-  np.testing.assert_allclose(
-    np.where(verdict.accepted, verdict.log_tests, 0),
-    np.where(verdict.accepted, at, 0),
-  )
+  assert not verdict.tested.any()
 
 
-@pytest.mark.parametrize('rule', [verify.rejection, verify.sampler_match])
+@pytest.mark.parametrize('rule', sorted(set(verify.RULES) - {'sampler_match'}))
+def test_coupled_drafts_are_refused_at_trace_time(rule):
+  draft = Draft(np.zeros((1, 2), np.int32), siblings='coupled')
+  with pytest.raises(ValueError, match=f"{rule} is not made for .*'coupled'"):
+    run(np.zeros((1, 2)), draft, np.zeros((1, 3, 5)), verify.RULES[rule])
+
+
 @pytest.mark.parametrize(
-  'fields',
+  ('rule', 'fields', 'words'),
   [
-    {'parents': np.zeros((1, 2), np.int32)},
-    {'siblings': 'iid'},
-    {'siblings': 'distinct'},
+    ('block', {'parents': np.zeros((1, 2), np.int32)}, 'verifies chains'),
+    ('block', {'siblings': 'iid'}, "not made for siblings='iid'"),
+    ('k_seq', {'siblings': 'distinct'}, "not made for siblings='distinct'"),
+    ('k_seq', {}, 'not point masses'),
   ],
 )
-def test_trees_are_refused_at_trace_time(rule, fields):
+def test_other_drafts_are_refused_at_trace_time(rule, fields, words):
   draft = Draft(np.zeros((1, 2), np.int32), **fields)
-  with pytest.raises(ValueError, match=f'{rule.__name__} verifies chains'):
-    run(np.zeros((1, 2)), draft, np.zeros((1, 3, 5)), rule)
+  with pytest.raises(ValueError, match=words):
+    run(np.zeros((1, 2)), draft, np.zeros((1, 3, 5)), verify.RULES[rule])
+
+
+def test_rules_are_found_by_name():
+  assert verify.find('block') is verify.block
+  assert verify.find('specjax.verify.joint:block') is verify.block
+  for name in ('blok', 'specjax.verify:blok', 'no.such.module:rule'):
+    with pytest.raises(ValueError, match='there is no rule'):
+      verify.find(name)

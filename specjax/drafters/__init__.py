@@ -29,7 +29,7 @@ def find(name: str) -> ModuleType:
   try:
     return importlib.import_module(full)
   except ModuleNotFoundError as error:
-    if error.name != full:
+    if not f'{full}.'.startswith(f'{error.name}.'):
       raise  # it exists, and lacks something of its own
     raise ValueError(
       f'there is no drafter {name!r}: take one of {", ".join(names())}, or the'

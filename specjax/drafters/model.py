@@ -46,6 +46,8 @@ class ModelDrafter:
   k: int = dataclasses.field(metadata={'static': True})
   warp: Warp = warps.UNCHANGED
 
+  siblings = 'single'
+
   def init(self, target, batch, size):
     """An empty cache.
 
@@ -68,27 +70,11 @@ class ModelDrafter:
       empty = jnp.zeros((batch, 0), jnp.int32)
       return Draft(empty), memory._replace(fed=jnp.zeros_like(memory.fed))
 
-    def behind(carry):
-      return jnp.any(carry[0].length < length)
-
-    def catch_up(carry):
-      own, features = carry
-      last = (length - own.length - 1)[:, None, None]
-      output, own = self._feed(own, tokens, length)
-      here = jnp.take_along_axis(
-        output.features, jnp.clip(last, 0, _NEW - 1), 1
-      )
-      # Rows that are done reading wait for the others.
-      return own, jnp.where((last >= 0) & (last < _NEW), here, features)
-
-    shape = jax.eval_shape(self._feed, memory.cache, tokens, length)[0].features
-    empty = jnp.zeros((batch, 1, shape.shape[2]), shape.dtype)
-    own, features = jax.lax.while_loop(behind, catch_up, (memory.cache, empty))
+    own, features = self.catch_up(memory.cache, tokens, length)
 
     def draw(features, i):
       logits = self.warp(self.model.unembed(features[:, 0]))
-      keys_i = jax.vmap(jax.random.fold_in, (0, None))(keys.draft, i)
-      return jax.vmap(draws.inverse_cdf)(keys_i, logits), logits
+      return self._draw(keys, length + i, i, logits), logits
 
     def grow(carry, i):
       own, token = carry
@@ -105,12 +91,11 @@ class ModelDrafter:
     )
     chain = jnp.concatenate([token[:, None], more.T], 1)
     laws = jnp.concatenate([logits[:, None], more_logits.transpose(1, 0, 2)], 1)
+    draft = Draft(chain, logits=laws, siblings=self.siblings)
     # The pending token and all but the last drafted one lie in the cache, but
     # only `observe` learns which of them came true.
     own = own._replace(length=length - 1)
-    return Draft(chain, logits=laws), ModelMemory(
-      own, jnp.full_like(length, self.k)
-    )
+    return draft, ModelMemory(own, jnp.full_like(length, self.k))
 
   def observe(self, target, memory, block, kept, output):
     """Counts the kept nodes that the draft had fed; the rest it catches up."""
@@ -130,6 +115,40 @@ class ModelDrafter:
   def unembed(self, target, features):
     """The draft's logits `[..., V]`."""
     return self.model.unembed(features)
+
+  def catch_up(self, own, tokens, length):
+    """Reads what is committed and new, as far as the pending token.
+
+    Args:
+      own: the draft model's cache.
+      tokens: `[B, T]`.
+      length: `[B]`.
+
+    Returns:
+      The cache of `tokens[:length]`, and features `[B, 1, D']` of the last.
+    """
+
+    def behind(carry):
+      return jnp.any(carry[0].length < length)
+
+    def read(carry):
+      own, features = carry
+      last = (length - own.length - 1)[:, None, None]
+      output, own = self._feed(own, tokens, length)
+      here = jnp.take_along_axis(
+        output.features, jnp.clip(last, 0, _NEW - 1), 1
+      )
+      # Rows that are done reading wait for the others.
+      return own, jnp.where((last >= 0) & (last < _NEW), here, features)
+
+    shape = jax.eval_shape(self._feed, own, tokens, length)[0].features
+    empty = jnp.zeros((tokens.shape[0], 1, shape.shape[2]), shape.dtype)
+    return jax.lax.while_loop(behind, read, (own, empty))
+
+  def _draw(self, keys, position, i, logits):
+    """Tokens `[B]` of node i, which would stand at `position` `[B]`."""
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    return jax.vmap(draws.inverse_cdf)(fold(keys.draft, i), logits)
 
   def _feed(self, own, tokens, end):
     """Feeds the next `_NEW` tokens behind the cache, as far as `end` `[B]`."""

@@ -1,0 +1,266 @@
+"""Rules, enumerated exactly on small tables: the law they really give.
+
+A table is a language model over very few tokens, with a law of its own behind
+every context. Every draft it could give is weighted by its probability, every
+outcome of the accept tests by what the rule itself reports, and every round is
+completed by the target: the sum is the joint law of the tokens, without any
+sampling error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import trees, verify
+from specjax.types import Draft, Noise, Verifier
+
+CHUNK = 4096  # verdicts at a time
+
+Laws = Sequence[np.ndarray]  # `[V] * d + [V]` for depths d = 0, 1, ...
+
+
+class Outcome(NamedTuple):
+  """What a rule comes to.
+
+  Attributes:
+    joint: `[V] * (depth + 1)` law of the first tokens.
+    total: the sum of all weights, 1 if the rule reports its tests rightly.
+    tokens_per_round: mean number of accepted tokens, plus one.
+  """
+
+  joint: np.ndarray
+  total: float
+  tokens_per_round: float
+
+
+def random_laws(
+  rng: np.random.Generator, vocab: int, depth: int, zeros: float = 0.0
+) -> list[np.ndarray]:
+  """A random table.
+
+  Args:
+    rng: source.
+    vocab: V.
+    depth: how many depths.
+    zeros: share of tokens that are impossible behind a context, about.
+  """
+  laws = []
+  for d in range(depth):
+    law = rng.dirichlet(np.full(vocab, 0.6), (vocab,) * d)
+    gone = rng.random(law.shape) < zeros
+    law = np.where(gone & ~gone.all(-1, keepdims=True), 0, law)
+    total = law.sum(-1, keepdims=True)
+    laws.append(np.where(total > 0, law / np.where(total > 0, total, 1), 1))
+    laws[-1] /= laws[-1].sum(-1, keepdims=True)
+  return laws
+
+
+def joint(p: Laws) -> np.ndarray:
+  """`[V] * len(p)` joint law of a table."""
+  law = np.ones(())
+  for conditional in p:
+    law = law[..., None] * conditional
+  return law
+
+
+def enumerate_rule(
+  rule: Verifier,
+  p: Laws,
+  q: Laws | None,
+  branching: Sequence[int],
+  siblings: str = 'single',
+  chain: bool = False,
+  merge: bool = False,
+  dtype: str = 'float32',
+) -> Outcome:
+  """The joint law of a rule on a tree in which every node branches alike.
+
+  Args:
+    rule: the rule; it may be lossy.
+    p: the target's laws, one depth more than the tree has.
+    q: the draft's; None drafts the first tokens of the vocabulary, as point
+      masses. For 'independent' siblings the second draws from q reversed, the
+      third from q again, and so on.
+    branching: children of every node, by depth.
+    siblings: as in `Draft`.
+    chain: without parents; every number in `branching` is 1.
+    merge: what hangs off equal siblings, by `trees.merge`.
+    dtype: that the rule computes in; 'float64' needs `jax_enable_x64`.
+  """
+  vocab, parents, depth = p[0].shape[-1], _parents(branching), len(branching)
+  level = _levels(parents)
+  n = len(parents)
+  tokens, weights, log_q = _drafts(q, vocab, parents, level, siblings)
+  log_p = np.stack(
+    [p[0] + np.zeros((len(tokens), vocab))]
+    + [p[level[i]][tuple(tokens[:, _path(parents, i)].T)] for i in range(n)],
+    1,
+  )
+  with np.errstate(divide='ignore'):
+    log_p = np.log(log_p)
+  run = functools.partial(
+    _run,
+    rule,
+    None if chain else np.array(parents, np.int32),
+    merge,
+    siblings,
+    tokens,
+    None if q is None else log_q.astype(dtype),
+    log_p.astype(dtype),
+  )
+  rest = _rest(p)
+  law, total, mean = np.zeros((vocab,) * (depth + 1)), 0.0, 0.0
+  for draft, accepted, last, log_tests in run(n):
+    mass = weights[draft] * np.exp(log_tests.sum(-1))
+    count = accepted.sum(-1)
+    total, mean = total + mass.sum(), mean + (mass * count).sum()
+    for c in range(depth + 1):
+      here = (count == c) & (mass > 0)
+      if here.any():
+        order = np.argsort(~accepted[here], axis=-1, kind='stable')[:, :c]
+        path = tuple(np.take_along_axis(tokens[draft[here]], order, 1).T)
+        shape = (-1, vocab) + (1,) * (depth - c)
+        value = np.exp(last[here]).reshape(shape) * rest[c + 1][path]
+        value = mass[here].reshape(-1, *[1] * (depth - c + 1)) * value
+        if path:
+          np.add.at(law, path, value)
+        else:
+          law += value.sum(0)
+  return Outcome(law, total, 1 + mean)
+
+
+def _parents(branching: Sequence[int]) -> list[int]:
+  """Level by level, -1 for a child of the pending token."""
+  parents, above = [], [-1]
+  for count in branching:
+    start = len(parents)
+    parents += [node for node in above for _ in range(count)]
+    above = range(start, len(parents))
+  return parents
+
+
+def _levels(parents: Sequence[int]) -> list[int]:
+  level = []
+  for parent in parents:
+    level.append(1 if parent < 0 else level[parent] + 1)
+  return level
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+  """The nodes from the root to `node`."""
+  path = []
+  while node >= 0:
+    path.append(node)
+    node = parents[node]
+  return path[::-1]
+
+
+def _rest(p: Laws) -> list[np.ndarray]:
+  """By depth d, laws `[V] * len(p)` of tokens d, ... given those before."""
+  rest = [np.ones((p[0].shape[-1],) * len(p))]
+  for law in reversed(p):
+    shape = law.shape + (1,) * (len(p) - law.ndim)
+    rest.append(law.reshape(shape) * rest[-1])
+  return rest[::-1]
+
+
+def _drafts(q, vocab, parents, level, siblings):
+  """Tokens `[D, N]`, weights `[D]` and log-laws `[D, N, V]` of all drafts."""
+  n = len(parents)
+  earlier = [
+    [j for j in range(i) if parents[j] == parents[i]] for i in range(n)
+  ]
+  if q is None:
+    tokens = np.array([[len(earlier[i]) for i in range(n)]], np.int32)
+    return tokens, np.ones(1), None
+  tokens = np.zeros((1, 0), np.int32)
+  weights, laws = np.ones(1), np.zeros((1, 0, vocab))
+  for i in range(n):
+    path = _path(parents, i)[:-1]
+    law = q[level[i] - 1][tuple(tokens[:, path].T)]
+    law = np.broadcast_to(law, (len(tokens), vocab)).copy()
+    if siblings == 'independent' and len(earlier[i]) % 2:
+      law = law[:, ::-1]
+    if siblings == 'distinct':
+      for j in earlier[i]:
+        law[np.arange(len(law)), tokens[:, j]] = 0
+      total = law.sum(-1, keepdims=True)
+      law = np.where(total > 0, law / np.where(total > 0, total, 1), 0)
+    laws = np.concatenate([laws, law[:, None]], 1)
+    # A node that nothing is left for is invalid: -1 for now, in one branch.
+    spent = law.sum(-1) == 0
+    choices = np.concatenate([law, spent[:, None]], 1)
+    draft, token = np.nonzero(choices)
+    weights = weights[draft] * choices[draft, token]
+    token = np.where(token == vocab, -1, token).astype(np.int32)
+    tokens = np.concatenate([tokens[draft], token[:, None]], 1)
+    laws = laws[draft]
+  with np.errstate(divide='ignore'):
+    return tokens, weights, np.log(laws)
+
+
+def _run(rule, parents, merge, siblings, tokens, log_q, log_p, n):
+  """Verdicts on all drafts, for all outcomes of the tests that are made.
+
+  Beginning with all tests failed, each that was made is turned round in turn.
+
+  Yields:
+    For a chunk: numbers of drafts, and of their verdicts `accepted`, `law` and
+    `log_tests`, in float64.
+  """
+  invalid = tokens < 0
+  for i, parent in enumerate(() if parents is None else parents):
+    if parent >= 0:
+      invalid[:, i] |= invalid[:, parent]
+  tokens = np.where(invalid, 0, tokens)
+  if parents is not None:
+    parents = np.tile(parents, (len(tokens), 1))
+    if merge:
+      parents = np.asarray(trees.merge(tokens, parents, ~invalid))
+  bits = 1 << np.arange(n, dtype=np.int64)
+  todo = np.arange(len(tokens), dtype=np.int64) << n  # draft, then outcomes
+  tried, seen = todo, todo[:0]
+  while len(todo):
+    part, todo = todo[:CHUNK], todo[CHUNK:]
+    full = np.resize(part, CHUNK)  # one shape to compile
+    draft, passed = full >> n, (full[:, None] & bits) > 0
+    verdict = _verdicts(
+      verify.as_pytree(rule),
+      siblings,
+      np.where(passed, -np.inf, np.inf).astype(log_p.dtype),
+      tokens[draft],
+      None if parents is None else parents[draft],
+      None if log_q is None else log_q[draft],
+      ~invalid[draft],
+      log_p[draft],
+    )
+    accepted, law, tested, log_tests = (
+      np.asarray(x)[: len(part)] for x in verdict[:4]
+    )
+    draft, passed = draft[: len(part)], passed[: len(part)]
+    # What a test would have said that was not made makes no other outcome.
+    code = (draft << n) + (passed & tested) @ bits
+    _, first = np.unique(code, return_index=True)
+    new = first[~np.isin(code[first], seen)]
+    seen = np.concatenate([seen, code[new]])
+    float64 = (x[new].astype(np.float64) for x in (law, log_tests))
+    yield draft[new], accepted[new], *float64
+    turned = (code[new][:, None] ^ bits)[tested[new]]
+    turned = np.setdiff1d(turned, tried)
+    tried, todo = np.concatenate([tried, turned]), np.append(todo, turned)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _verdicts(rule, siblings, log_u, tokens, parents, log_q, valid, log_p):
+  def one(log_u, tokens, parents, log_q, valid, log_p):
+    draft = Draft(tokens, parents, log_q, valid, siblings)
+    # A rule that draws with keys is not enumerated.
+    keys = jax.random.split(jax.random.key(0), len(tokens) + 1)
+    return rule(Noise(log_u, keys), draft, log_p)
+
+  return jax.vmap(one)(log_u, tokens, parents, log_q, valid, log_p)
