@@ -10,7 +10,6 @@ passes. `specjax.certify` explains the tests and what they cannot see. It writes
 """
 
 import dataclasses
-import math
 import time
 
 import jax
@@ -218,8 +217,10 @@ def show(report):
 def power(report) -> str:
   """What the tests would have caught."""
   delta, tv = report['detectable_leak'], report['tv_of_draft']
-  if math.isinf(delta):
-    return 'there is no draft here whose leak could be seen'
+  if delta > tv:
+    return (
+      'no leak would be caught: the draft is too near, or the text too short'
+    )
   return (
     f'caught with probability {report["power"]:.0%}: a leak (1 - e)p + eq of'
     f' mean TV {delta:.4f} per token (e = {delta / tv:.3f}), but no fault on'
@@ -242,9 +243,9 @@ def distances(row) -> str:
   """One pair of arms in the usual display."""
   lines = [f'plain against {row["arm"]}, {row["sequences"]:,} sequences']
   lines += [
-    f'{x["n"]}-grams: KL {x["kl"]:+.4f} \\[{x["kl_low"]:+.4f},'
-    f' {x["kl_high"]:+.4f}], TV {x["tv"]:+.4f} \\[{x["tv_low"]:+.4f},'
-    f' {x["tv_high"]:+.4f}]'.replace('\\', '')
+    f'{x["n"]}-grams: KL {x["kl"]:+.4f} [{x["kl_low"]:+.4f},'
+    f' {x["kl_high"]:+.4f}], TV {x["tv"]:+.4f} [{x["tv_low"]:+.4f},'
+    f' {x["tv_high"]:+.4f}]'
     for x in row['distances']
   ]
   ks = row['log_probability']

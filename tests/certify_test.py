@@ -24,11 +24,11 @@ from specjax.models.transformer import Transformer
 from specjax.types import Draft
 
 PROMPTS = [2], [0, 1, 2]
-VOCAB, K, NEW, EACH = 6, 3, 32, 32
-ROWS = EACH * len(PROMPTS)  # of a batch: 2 048 tokens
+VOCAB, K, NEW, EACH = 6, 3, 32, 16  # a batch is 1 024 tokens
+RUN = 2  # batches of a run whose error rate is measured
 TARGET = oracles.table(4, 2, VOCAB, 1.5)
 DRAFT = oracles.table(54, 1, VOCAB, 1.5)
-BATCHES = 60
+BATCHES = 120
 
 
 class Target(Markov):
@@ -257,8 +257,8 @@ def test_a_transformer_passes_and_one_that_commits_what_it_rejected_fails():
 def test_the_false_alarm_rate_is_as_stated_and_a_leak_is_caught_as_stated():
   """500 null runs, and 200 of a leak of δ and of δ / 2; 2 048 tokens each."""
   null, repeats = 500, 200
-  controls = runs(plain(batches=null, seed=1), null)
-  tested = runs(evidence(batches=null, seed=2), null)
+  controls = runs(plain(batches=null * RUN, seed=1), null)
+  tested = runs(evidence(batches=null * RUN, seed=2), null)
   alarms = sum(map(bool, map(rejected, tested, controls)))
   interval = stats.binomtest(alarms, null).proportion_ci(method='exact')
   assert interval.low <= certify.LEVEL
@@ -271,7 +271,7 @@ def test_the_false_alarm_rate_is_as_stated_and_a_leak_is_caught_as_stated():
   for share in (1.0, 0.5):
     epsilon = share * delta / tv
     leaky = Target(logits=oracles.log((1 - epsilon) * p + epsilon * q))
-    text = runs(plain(target=leaky, batches=repeats, seed=3), repeats)
+    text = runs(plain(target=leaky, batches=repeats * RUN, seed=3), repeats)
     # The leak is what it should be, on the text that it wrote.
     real = epsilon * np.mean([seen.tv.mean() for seen in text])
     assert real == pytest.approx(share * delta, rel=0.05)

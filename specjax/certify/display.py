@@ -27,8 +27,9 @@ def compare(
   """Compares the tokens of two arms, KL(one || other) and TV.
 
   Every prompt and place has a table, whose cells are the most frequent outcomes
-  in both arms together and one for all others. The n-grams of neighbours cross
-  the boundaries of rounds, wherever these fall.
+  in both arms together; the others share the cells that are left. The n-grams
+  of neighbours cross the boundaries of rounds, wherever these fall. A law that
+  really differs lies further off than is shown, by up to the null mean.
 
   Args:
     one: `[P, S, N]` tokens of S sequences for each of P prompts.
@@ -136,10 +137,13 @@ def _tables(
       )
       order = np.argsort(-count, kind='stable')
       own = min(cells - 1, int((count >= FEWEST).sum()))
-      # What is left over has to make a cell as well.
-      own -= own and 0 < count[order[own:]].sum() < FEWEST
+      # The others share what cells they can fill.
+      others = int(count[order[own:]].sum()) // FEWEST
+      own -= own > 0 and others == 0
+      place = np.arange(len(count))
+      place[own:] = own + place[own:] % np.clip(others, 1, cells - own)
       cell = np.empty(len(count), int)
-      cell[order] = np.minimum(np.arange(len(count)), own)
+      cell[order] = place
       prompts.append(prompt)
       tables.append(cell[outcome])
   return np.array(prompts), np.array(tables)

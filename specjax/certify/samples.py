@@ -169,9 +169,7 @@ def sample(
   state = generation.start(
     target, drafter, repeated, key=key, max_new_tokens=max_new_tokens
   )
-  # A function is static, and may stand among the arguments once it is wrapped.
-  if jax.tree_util.all_leaves([verifier]):
-    verifier = jax.tree_util.Partial(verifier)
+  verifier = verify.as_pytree(verifier)
   results = []
   for i in range(batches):
     keys = row_keys(key, i, len(repeated))
