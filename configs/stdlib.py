@@ -76,6 +76,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.decode = decode = config_dict.ConfigDict()
   decode.k = 6  # tokens drafted per round
+  decode.verify = 'rejection'  # a rule of specjax/verify, or module:function
   decode.temperature = 1.0  # 0 is greedy
   decode.max_new_tokens = 96
   decode.prompt_length = 32

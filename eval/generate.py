@@ -61,6 +61,7 @@ def main(config, folder):
   warp = warps.temperature(config['decode']['temperature'])
   if config['decode']['k'] < 0:
     raise ValueError(f'the draft length is {config["decode"]["k"]}: at least 0')
+  verify.find(config['decode']['verify'])
   workspace = Workspace.look_at(folder, config)
   console = rich.console.Console(highlight=False)
   coloured = console.color_system is not None and not console.no_color
@@ -90,7 +91,7 @@ def generate(workspace: Workspace, warp, write):
     max_new_tokens=c['max_new_tokens'],
   )
   eos = generation.end_ids(target, [tokenizer.eos_id])
-  rule = verify.as_pytree(verify.rejection)
+  rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
   advance = generation.advance.lower(*arguments, state, ROUNDS).compile()
   stream = tokenizer.stream()

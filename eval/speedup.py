@@ -23,6 +23,7 @@ from specjax import (
   runs,
   sweep,
   timing,
+  verify,
   warps,
 )
 from specjax.workspace import Workspace
@@ -38,6 +39,7 @@ def main(config, folder):
   config = config.to_dict()
   for temperature in config['speedup']['temperatures']:
     warps.temperature(temperature)  # refused before any work
+  verify.find(config['decode']['verify'])
   workspace = Workspace.look_at(folder, config)
   report = measure(workspace, DRAFT.value)
   runs.write_json(folder / 'speedup.json', runs.portable(report))
@@ -45,7 +47,8 @@ def main(config, folder):
   show(report)
   print('pictures:', *pictures)
   print('numbers:', folder / 'speedup.json')
-  return 1 if widest_margin(report) > NEAR_TIE else 0
+  lost = widest_margin(report) > NEAR_TIE and not report['lossy']
+  return 1 if lost else 0
 
 
 def measure(workspace: Workspace, draft: str):
@@ -53,6 +56,7 @@ def measure(workspace: Workspace, draft: str):
   config = workspace.config
   c, decode = config['speedup'], config['decode']
   name, new = config['draft']['drafter'], decode['max_new_tokens']
+  rule = verify.find(decode['verify'])
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
@@ -67,6 +71,7 @@ def measure(workspace: Workspace, draft: str):
       name=name,
       ks=c['ks'],
       ngram_k=decode['k'],
+      rule=rule,
       groups=sweep.groups(timed, batch, c['prompts']),
       others=[others] if batch == largest else [],
       max_new_tokens=new,
@@ -103,6 +108,8 @@ def measure(workspace: Workspace, draft: str):
     'device': runs.device(),
     'versions': runs.versions(),
     'draft': draft,
+    'verify': decode['verify'],
+    'lossy': decode['verify'] in verify.LOSSY,
     **best,
     'greedy_identical': not mismatches if 0 in c['temperatures'] else None,
     'greedy_mismatches': mismatches,
@@ -210,6 +217,8 @@ def show(report):
     f'repeated 4-grams: {percent(report["repetition"])} of the output,'
     f' {percent(report["corpus_repetition"])} of held-out text'
   )
+  if report['lossy']:
+    print(f'LOSSY: {report["verify"]} does not keep the law of the target')
   print(greedy(report))
 
 

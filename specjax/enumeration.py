@@ -226,33 +226,36 @@ def _run(rule, parents, merge, siblings, tokens, log_q, log_p, n):
   todo = np.arange(len(tokens), dtype=np.int64) << n  # draft, then outcomes
   tried, seen = todo, todo[:0]
   while len(todo):
-    part, todo = todo[:CHUNK], todo[CHUNK:]
-    full = np.resize(part, CHUNK)  # one shape to compile
-    draft, passed = full >> n, (full[:, None] & bits) > 0
-    verdict = _verdicts(
-      verify.as_pytree(rule),
-      siblings,
-      np.where(passed, -np.inf, np.inf).astype(log_p.dtype),
-      tokens[draft],
-      None if parents is None else parents[draft],
-      None if log_q is None else log_q[draft],
-      ~invalid[draft],
-      log_p[draft],
-    )
+    verdicts = []
+    for start in range(0, len(todo), CHUNK):
+      full = np.resize(todo[start:], CHUNK)  # one shape to compile
+      draft, passed = full >> n, (full[:, None] & bits) > 0
+      verdict = _verdicts(
+        verify.as_pytree(rule),
+        siblings,
+        np.where(passed, -np.inf, np.inf).astype(log_p.dtype),
+        tokens[draft],
+        None if parents is None else parents[draft],
+        None if log_q is None else log_q[draft],
+        ~invalid[draft],
+        log_p[draft],
+      )
+      verdicts.append([np.asarray(x) for x in verdict[:4]])
     accepted, law, tested, log_tests = (
-      np.asarray(x)[: len(part)] for x in verdict[:4]
+      np.concatenate(parts)[: len(todo)]
+      for parts in zip(*verdicts, strict=True)
     )
-    draft, passed = draft[: len(part)], passed[: len(part)]
     # What a test would have said that was not made makes no other outcome.
-    code = (draft << n) + (passed & tested) @ bits
+    made = tested @ bits
+    code = todo & (made | -(1 << n))
     _, first = np.unique(code, return_index=True)
     new = first[~np.isin(code[first], seen)]
     seen = np.concatenate([seen, code[new]])
     float64 = (x[new].astype(np.float64) for x in (law, log_tests))
-    yield draft[new], accepted[new], *float64
+    yield code[new] >> n, accepted[new], *float64
     turned = (code[new][:, None] ^ bits)[tested[new]]
-    turned = np.setdiff1d(turned, tried)
-    tried, todo = np.concatenate([tried, turned]), np.append(todo, turned)
+    todo = np.setdiff1d(turned, tried)
+    tried = np.concatenate([tried, todo])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -264,3 +267,99 @@ def _verdicts(rule, siblings, log_u, tokens, parents, log_q, valid, log_p):
     return rule(Noise(log_u, keys), draft, log_p)
 
   return jax.vmap(one)(log_u, tokens, parents, log_q, valid, log_p)
+
+
+class Case(NamedTuple):
+  """A rule on drafts of one shape.
+
+  Attributes:
+    rule: its name.
+    siblings: as in `Draft`.
+    branching: children of every node, by depth.
+    vocab: V.
+    tables: how many at full strength.
+    chain: as in `enumerate_rule`.
+    merge: as in `enumerate_rule`.
+    points: whether the draft is deterministic.
+  """
+
+  rule: str
+  siblings: str
+  branching: tuple[int, ...]
+  vocab: int
+  tables: int
+  chain: bool = False
+  merge: bool = False
+  points: bool = False
+
+
+def cases() -> list[Case]:
+  """What every exact rule of specjax is enumerated on."""
+  found = []
+  for rule in ('rejection', 'block', 'traversal', 'k_seq'):
+    for k in (1, 2, 3):
+      found.append(Case(rule, 'single', (1,) * k, 5, 200, chain=True))
+    if rule != 'k_seq':
+      points = Case(rule, 'fixed', (1, 1, 1), 5, 200, chain=True, points=True)
+      found.append(points)
+  for rule in ('rejection', 'traversal', 'k_seq'):
+    kinds = ('iid',) if rule == 'k_seq' else ('iid', 'distinct', 'independent')
+    for kind in kinds:
+      merge = kind != 'distinct'
+      found.append(Case(rule, kind, (2, 2), 3, 200, merge=merge))
+      if kind != 'independent':
+        # Bisecting for every draft again, k_seq is slow to enumerate.
+        tables = 4 if rule == 'k_seq' else 50
+        found.append(Case(rule, kind, (2, 2, 2), 2, tables, merge=merge))
+    if rule != 'k_seq':
+      found.append(Case(rule, 'fixed', (2, 2), 3, 200, points=True))
+  return found
+
+
+class Survey(NamedTuple):
+  """What a case came to over all tables.
+
+  Attributes:
+    case: which.
+    tables: how many.
+    deviation: largest difference of any probability from the target's.
+    tokens_per_round: of each table.
+  """
+
+  case: Case
+  tables: int
+  deviation: float
+  tokens_per_round: list[float]
+
+
+def survey(case: Case, tables: int, dtype: str = 'float32') -> Survey:
+  """Enumerates a case on random tables, the same for every rule.
+
+  Args:
+    case: which.
+    tables: how many, at most as many as the case has.
+    dtype: 'float32', or 'float64' under `jax_enable_x64`.
+  """
+  tables = min(tables, case.tables)
+  worst, tokens = 0.0, []
+  depth = len(case.branching)
+  for seed in range(tables):
+    rng = np.random.default_rng(seed)
+    # Every other table has impossible tokens, on either side.
+    zeros = 0.3 * (seed % 2)
+    p = random_laws(rng, case.vocab, depth + 1, zeros)
+    q = random_laws(rng, case.vocab, depth, zeros * (seed % 4 > 1))
+    got = enumerate_rule(
+      verify.RULES[case.rule],
+      p,
+      None if case.points else q,
+      case.branching,
+      case.siblings,
+      case.chain,
+      case.merge,
+      dtype,
+    )
+    off = abs(got.joint - joint(p)).max()
+    worst = max(worst, off, abs(got.total - 1))
+    tokens.append(got.tokens_per_round)
+  return Survey(case, tables, float(worst), tokens)

@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats as scipy_stats
@@ -100,6 +101,33 @@ def block_efficiency(
   inside = jnp.stack([valid[:, j : j + starts] for j in range(k)]).all(0)
   survival = jnp.exp(jnp.cumsum(ahead, 0))
   return 1 + survival.sum(0), inside.astype(jnp.float32)
+
+
+def expected_accepted(log_ratio: Array, jointly: bool = False) -> Array:
+  """Tokens of a drafted chain that a rule is expected to accept, given it.
+
+  Node by node, as `verify.rejection` does: Σ_k Π_{j≤k} min(1, r_j). Jointly, as
+  `verify.block`: Σ_k w_k with w_k = min(1, w_{k-1} r_k), the probability that k
+  tokens or more are accepted, averaged over the drafts that begin with them.
+  (Sun et al. 2025, arXiv 2403.10444.)
+
+  Args:
+    log_ratio: `[..., K]` log r = log p - log q of each drafted token.
+    jointly: which of the two.
+
+  Returns:
+    `[...]` in [0, K]; jointly it is never less.
+  """
+  if not jointly:
+    return jnp.exp(jnp.cumsum(jnp.minimum(log_ratio, 0), -1)).sum(-1)
+
+  def weigh(log_w, step):
+    log_w = jnp.minimum(log_w + step, 0)
+    return log_w, log_w
+
+  start = jnp.zeros(log_ratio.shape[:-1], log_ratio.dtype)
+  steps = jnp.moveaxis(log_ratio, -1, 0)
+  return jnp.exp(jax.lax.scan(weigh, start, steps)[1]).sum(0)
 
 
 def perplexity(nats: float, tokens: float) -> float | None:

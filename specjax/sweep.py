@@ -20,7 +20,7 @@ import numpy as np
 from specjax import costs, decode, generation, metrics, timing, verify, warps
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
-from specjax.types import Drafter, LanguageModel, Warp
+from specjax.types import Drafter, LanguageModel, Verifier, Warp
 
 FOREVER = jnp.iinfo(jnp.int32).max
 # Forward passes in a timed loop: enough for its start not to matter.
@@ -74,6 +74,7 @@ class Race:
     name: str,
     ks: Sequence[int],
     ngram_k: int,
+    rule: Verifier = verify.rejection,
     groups: Sequence[Prompts],
     others: Sequence[Prompts],
     max_new_tokens: int,
@@ -86,6 +87,7 @@ class Race:
       name: of the drafter, in the table.
       ks: its draft lengths.
       ngram_k: that of prompt lookup.
+      rule: verifies all drafts.
       groups: prompts to be decoded together, groups of one size, all of one
         length.
       others: groups of other prompts, on which acceptance is measured.
@@ -94,6 +96,7 @@ class Race:
     self.batch = len(groups[0])
     self.results = {}
     self._target, self._name, self._drafter = target, name, drafter
+    self._rule = verify.as_pytree(rule)
     ks = sorted(set(ks))
     self._arms = [PLAIN, *(Arm(name, k) for k in ks), Arm('ngram', ngram_k)]
     self._prompt_length = [len(prompt) for prompt in groups[0]]
@@ -292,8 +295,7 @@ class Race:
       drafter = NGram(arm.k) if arm.k else NoDrafter()
       state = state._replace(memory=())  # neither of them has one
     eos = generation.end_ids(self._target, ())
-    rule = verify.as_pytree(verify.rejection)
-    return self._target, drafter, rule, warp, eos, state, rounds
+    return self._target, drafter, self._rule, warp, eos, state, rounds
 
   def _pass_arguments(self, width: tuple[str, int]) -> tuple:
     kind, m = width

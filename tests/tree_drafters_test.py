@@ -31,7 +31,18 @@ RULES = {
   'distinct': ('rejection', 'traversal', 'sampler_match'),
   'committee': ('rejection', 'traversal', 'sampler_match'),
 }
-PAIRS = [(name, rule) for name, rules in RULES.items() for rule in rules]
+SOONER = [
+  ('iid', 'k_seq'),
+  ('distinct', 'traversal'),
+  ('committee', 'rejection'),
+]
+PAIRS = [
+  pytest.param(
+    name, rule, marks=[] if (name, rule) in SOONER else [pytest.mark.slow]
+  )
+  for name, rules in RULES.items()
+  for rule in rules
+]
 
 V = 7
 TABLE = oracles.table(0, 2, V, 2.0)
@@ -54,7 +65,14 @@ def test_the_law_is_the_target_s(name, rule):
   assert law_test.p_value(target, DRAFTERS[name], rule) >= 1e-4
 
 
-@pytest.mark.parametrize('rule', ['block', 'traversal', 'k_seq'])
+@pytest.mark.parametrize(
+  'rule',
+  [
+    'block',
+    pytest.param('traversal', marks=pytest.mark.slow),
+    pytest.param('k_seq', marks=pytest.mark.slow),
+  ],
+)
 def test_the_law_of_a_chain_is_the_target_s(rule):
   rule = jax.tree_util.Partial(verify.RULES[rule])
   target, drafter = Markov(law_test.TARGET), ModelDrafter(MODEL, 3)
@@ -75,7 +93,14 @@ def test_siblings_scored_with_the_law_of_the_first_are_caught():
 
 
 @trees
-@pytest.mark.parametrize('rule', ['rejection', 'traversal', 'sampler_match'])
+@pytest.mark.parametrize(
+  'rule',
+  [
+    'rejection',
+    pytest.param('traversal', marks=pytest.mark.slow),
+    pytest.param('sampler_match', marks=pytest.mark.slow),
+  ],
+)
 def test_greedy_text_is_the_plain_one(name, rule):
   """Ragged prompts, limits, and an end token wherever it comes."""
   for eos in ((), (2,)):

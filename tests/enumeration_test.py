@@ -1,0 +1,114 @@
+"""The exact tier at full strength, and that it would see a fault."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import enumeration, metrics, verify
+
+CASES = enumeration.cases()
+
+
+def name(case):
+  return f'{case.rule}-{case.siblings}-{"x".join(map(str, case.branching))}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES, ids=map(name, CASES))
+def test_every_rule_is_exact_in_float32(case):
+  got = enumeration.survey(case, case.tables)
+  assert got.tables == case.tables
+  assert got.deviation < 1e-6
+
+
+@pytest.mark.slow
+def test_every_rule_is_exact_in_float64():
+  """In a process of its own: double precision is a global switch."""
+  program = """if True:
+    import jax
+    jax.config.update('jax_enable_x64', True)
+    from specjax import enumeration
+    for case in enumeration.cases():
+      tables = 50 if len(case.branching) < 3 or case.chain else 10
+      got = enumeration.survey(case, tables, 'float64')
+      assert got.deviation < 1e-12, got
+    """
+  subprocess.run([sys.executable, '-c', program], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'branching, siblings', [((1, 1, 1), 'single'), ((2, 2), 'iid')]
+)
+def test_whole_paths_accept_at_least_as_much_on_every_table(
+  branching, siblings
+):
+  chain = siblings == 'single'
+  vocab = 5 if chain else 3
+
+  def tokens(rule):
+    case = enumeration.Case(rule, siblings, branching, vocab, 200, chain)
+    return np.array(enumeration.survey(case, 200).tokens_per_round)
+
+  least = tokens('rejection')
+  assert (tokens('traversal') >= least - 1e-6).all()
+  if chain:
+    np.testing.assert_allclose(tokens('block'), tokens('traversal'), atol=1e-6)
+
+
+QUICK = [case for case in CASES if len(case.branching) < 3 or case.chain]
+
+
+@pytest.mark.parametrize('case', QUICK, ids=map(name, QUICK))
+def test_a_few_tables_of_every_case(case):
+  assert enumeration.survey(case, 4).deviation < 1e-6
+
+
+def test_a_wrong_law_shows():
+  def wrong(noise, draft, log_p):
+    verdict = verify.rejection(noise, draft, log_p)
+    return verdict._replace(law=log_p[verdict.accepted.sum()])
+
+  rng = np.random.default_rng(0)
+  p, q = (enumeration.random_laws(rng, 3, 3 - i) for i in range(2))
+  got = enumeration.enumerate_rule(wrong, p, q, (1, 1), chain=True)
+  np.testing.assert_allclose(got.total, 1, atol=1e-6)
+  assert abs(got.joint - enumeration.joint(p)).max() > 0.01
+
+
+def test_a_test_of_probability_one_half_is_a_test():
+  p, q = [np.array([0.25, 0.75])], [np.array([0.5, 0.5])]
+  p.append(np.full((2, 2), 0.5))
+  got = enumeration.enumerate_rule(verify.rejection, p, q, (1,), chain=True)
+  np.testing.assert_allclose(got.joint, enumeration.joint(p), atol=1e-6)
+  np.testing.assert_allclose(got.tokens_per_round, 1.75, atol=1e-6)
+
+
+@pytest.mark.parametrize('rule', ['rejection', 'block'])
+def test_expected_acceptance_is_that_of_the_enumerated_rule(rule):
+  """The mean over drafts of what is expected of each."""
+  rng = np.random.default_rng(0)
+  p, q = (enumeration.random_laws(rng, 3, 4 - i) for i in range(2))
+  got = enumeration.enumerate_rule(
+    verify.RULES[rule], p, q, (1,) * 3, chain=True
+  )
+  mean = 0.0
+  for path in np.ndindex(3, 3, 3):
+    px, qx = (
+      np.array([law[d][path[: d + 1]] for d in range(3)]) for law in (p, q)
+    )
+    ratio = jnp.asarray(np.log(px) - np.log(qx), jnp.float32)
+    expected = metrics.expected_accepted(ratio, jointly=rule == 'block')
+    mean += qx.prod() * float(expected)
+  np.testing.assert_allclose(1 + mean, got.tokens_per_round, atol=1e-6)
+
+
+def test_jointly_never_less_is_expected():
+  ratio = 2 * jax.random.normal(jax.random.key(0), (1000, 6))
+  apart, jointly = (metrics.expected_accepted(ratio, how) for how in (0, 1))
+  assert (jointly >= apart - 1e-6).all() and (jointly > apart + 0.1).any()
+  assert (jointly <= 6).all()
