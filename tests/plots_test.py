@@ -40,7 +40,7 @@ CERTIFICATE = [
   for name, z in zip(('KS', 'draft direction'), scores, strict=True)
 ]
 TRANSFORMS = {
-  'speculative': np.linspace(0, 1, 400) ** 1.2,
+  'speculative': np.linspace(0, 1, 400) ** 1.5,
   'plain': np.linspace(0, 1, 500),
 }
 DISPLAY = [

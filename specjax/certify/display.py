@@ -54,14 +54,13 @@ def compare(
     prompt, table = _tables(both, n, cells)
 
     def distances(*arms, prompt=prompt, table=table):
-      return _distances(*(_shares(table, x[prompt], cells) for x in arms))
+      return _distances(*(_counts(table, x[prompt], cells) for x in arms))
 
     seen = distances(first, ~first)
     null = np.array([distances(x, ~x) for x in permuted])
     draws = np.array([distances(*x) for x in resampled])
     # A resample is biased once more: what counts is how far it spreads.
-    with np.errstate(invalid='ignore'):  # an outcome that one arm never has
-      spread = np.quantile(draws - draws.mean(0), (0.025, 0.975), axis=0)
+    spread = np.quantile(draws - draws.mean(0), (0.025, 0.975), axis=0)
     value = seen - null.mean(0)
     row = {'n': n, 'tables': len(table)}
     for i, name in enumerate(('kl', 'tv')):
@@ -149,17 +148,20 @@ def _tables(
   return np.array(prompts), np.array(tables)
 
 
-def _shares(table: np.ndarray, weight: np.ndarray, cells: int) -> np.ndarray:
-  """Share `[tables, cells]` of each cell in weighted sequences."""
+def _counts(table: np.ndarray, weight: np.ndarray, cells: int) -> np.ndarray:
+  """Weighted sequences `[tables, cells]` in each cell."""
   index = table + cells * np.arange(len(table))[:, None]
-  count = np.bincount(
+  return np.bincount(
     index.ravel(), weight.ravel().astype(float), cells * len(table)
   ).reshape(-1, cells)
-  return count / count.sum(1, keepdims=True)
 
 
-def _distances(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
+def _distances(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
   """KL and TV, means over tables."""
+  # Half a sequence more in each cell that is used keeps the KL finite.
+  half = 0.5 * (one + other > 0)
+  p, q = (x + half for x in (one, other))
+  p, q = (x / x.sum(1, keepdims=True) for x in (p, q))
   kl = special.rel_entr(p, q).sum(1).mean()
   return kl, np.abs(p - q).sum(1).mean() / 2
 
