@@ -18,9 +18,7 @@ from absl import flags
 from rich.color import ColorSystem
 
 from specjax import decode, experiment, generation, metrics, verify, warps
-from specjax.drafters.ngram import NGram
-from specjax.drafters.none import NoDrafter
-from specjax.workspace import Workspace
+from specjax.workspace import PROPOSERS, Workspace
 
 PROMPT = flags.DEFINE_string('prompt', 'def main(', 'what to continue')
 TOKENS = flags.DEFINE_integer(
@@ -31,7 +29,7 @@ TEMPERATURE = flags.DEFINE_float(
 )
 K = flags.DEFINE_integer('k', None, 'draft length (default: config.decode)')
 DRAFTER = flags.DEFINE_enum(
-  'drafter', 'model', ['model', 'ngram', 'none'], 'model: the distilled draft'
+  'drafter', 'model', PROPOSERS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
@@ -81,7 +79,8 @@ def main(config, folder):
 def generate(workspace: Workspace, warp, write):
   """Streams to stdout; `write(text, origin)` dresses a piece."""
   c, tokenizer = workspace.config['decode'], workspace.tokenizer
-  target, drafter = workspace.target(), build(workspace, warp)
+  target = workspace.target()
+  drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp)
   prompt = tokenizer.encode(PROMPT.value) or [tokenizer.eos_id]
   state = generation.start(
     target,
@@ -112,16 +111,6 @@ def generate(workspace: Workspace, warp, write):
     print(write(stream.flush(), decode.BONUS), flush=True)
     if result:
       report(metrics.summarize(result), seconds, c)
-
-
-def build(workspace: Workspace, warp):
-  """The drafter asked for."""
-  k = workspace.config['decode']['k']
-  if DRAFTER.value == 'none':
-    return NoDrafter()
-  if DRAFTER.value == 'ngram':
-    return NGram(k)
-  return workspace.drafter(DRAFT.value, warp).at(k)
 
 
 def report(summary, seconds, c):

@@ -150,17 +150,17 @@ def in_turns(target, drafter, warp, states, repeats, done):
     'rejection': (drafter, verify.rejection),
     'block': (drafter, verify.block),
   }
+  plain = [state._replace(memory=()) for state in states]
 
   def call(own, rule, state):
-    if isinstance(own, NoDrafter):
-      state = state._replace(memory=())
     rule = verify.as_pytree(rule)
     return functools.partial(
       advance, target, own, rule, warp, NEVER, state, FOREVER
     )
 
   calls = {
-    name: [call(*arm, state) for state in states] for name, arm in arms.items()
+    name: [call(*arm, state) for state in (states if name != 'none' else plain)]
+    for name, arm in arms.items()
   }
   for parts in calls.values():
     jax.block_until_ready(parts[0]())

@@ -4,9 +4,12 @@ This list is the public interface.
 """
 
 from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
+from specjax.drafters.committee import Committee
+from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.tree import TreeDrafter
 from specjax.generation import Result, generate
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -24,7 +27,13 @@ from specjax.types import (
   Verifier,
   Warp,
 )
-from specjax.verify import rejection, sampler_match
+from specjax.verify import (
+  block,
+  k_seq,
+  rejection,
+  sampler_match,
+  traversal,
+)
 from specjax.warps import Greedy, MinP, Temperature, TopK, TopP, compose
 
 __version__ = '0.1.0'
@@ -32,6 +41,8 @@ __version__ = '0.1.0'
 __all__ = [
   'Batch',
   'Block',
+  'Committee',
+  'CoupledDrafter',
   'DecodeState',
   'Draft',
   'Drafter',
@@ -54,14 +65,18 @@ __all__ = [
   'Trainable',
   'Transformer',
   'TransformerConfig',
+  'TreeDrafter',
   'Verdict',
   'Verifier',
   'Warp',
   'advance',
+  'block',
   'compose',
   'generate',
+  'k_seq',
   'prefill',
   'rejection',
   'sampler_match',
   'step',
+  'traversal',
 ]

@@ -49,7 +49,7 @@ def generate(
   max_new_tokens: int | Sequence[int],
   verifier: Verifier = verify.rejection,
   warp: Warp = warps.UNCHANGED,
-  eos: Sequence[int] = (),
+  eos: int | Sequence[int] | None = (),
   min_new_tokens: int | Sequence[int] = 0,
 ) -> Result:
   """Continues `prompts` by speculative decoding.
@@ -63,7 +63,7 @@ def generate(
     max_new_tokens: for all rows or one per row; 0 generates nothing.
     verifier: the rule.
     warp: the sampling transform of the target.
-    eos: ids that end a row; the end token is part of its output.
+    eos: id or ids that end a row, if any; the end token is part of its output.
     min_new_tokens: end tokens are forbidden before so many others.
 
   Returns:
@@ -129,9 +129,11 @@ def start(
   )
 
 
-def end_ids(target: LanguageModel, eos: Sequence[int]) -> jax.Array:
+def end_ids(
+  target: LanguageModel, eos: int | Sequence[int] | None
+) -> jax.Array:
   """`[E]` ids, checked."""
-  eos = np.asarray(eos, np.int32).reshape(-1)
+  eos = np.asarray(() if eos is None else eos, np.int32).reshape(-1)
   _require_ids('eos', eos, target.vocab_size)
   return jnp.asarray(eos)
 

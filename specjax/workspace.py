@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,27 @@ from specjax import (
   tokenizers,
   warps,
 )
+from specjax.drafters.committee import Committee
+from specjax.drafters.coupled import CoupledDrafter
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.tree import TreeDrafter
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch, Drafter, Warp
 
 # What the target was made from; a draft belongs to all of it.
 TARGET = ('corpus', 'target', 'pretrain')
+# Ways to draft that `proposer` knows.
+PROPOSERS = (
+  'model',
+  'coupled',
+  'iid',
+  'distinct',
+  'committee',
+  'ngram',
+  'none',
+)
 
 
 class Workspace:
@@ -197,6 +212,53 @@ class Workspace:
       folder, lambda c: _build_drafter(c, size, nnx.Rngs(0))
     )
     return dataclasses.replace(drafter, warp=warp)
+
+  def proposer(
+    self,
+    kind: str,
+    draft: str,
+    warp: Warp = warps.UNCHANGED,
+    branching: Sequence[int] = (2, 2),
+  ) -> Drafter:
+    """Any way to draft with what the run has, at `config.decode.k`.
+
+    Args:
+      kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
+        'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
+        of it; 'committee' has several; 'ngram' and 'none' need none.
+      draft: its folder in the run, or several with commas, for a committee.
+      warp: what it samples with.
+      branching: children of a node of a tree, by depth.
+
+    Raises:
+      FileNotFoundError: the run has no such draft.
+      ValueError: there is no such kind, or it is not made for this draft.
+    """
+    k = self.config['decode']['k']
+    if kind not in PROPOSERS:
+      raise ValueError(
+        f'there is no drafter {kind!r}: take one of {", ".join(PROPOSERS)}'
+      )
+    if kind == 'none':
+      return NoDrafter()
+    if kind == 'ngram':
+      return NGram(k)
+    names = draft.split(',')
+    if len(names) > 1 and kind != 'committee':
+      raise ValueError(f'{kind} takes one draft, not {draft}')
+    members = [self.drafter(name, warp).at(k) for name in names]
+    if kind == 'model':
+      return members[0]
+    if not all(isinstance(member, ModelDrafter) for member in members):
+      raise ValueError(f'{kind} is made for draft models, which {draft} is not')
+    if kind == 'committee':
+      return Committee(tuple(members))
+    model = members[0].model
+    if kind == 'coupled':
+      return CoupledDrafter(model, k, warp)
+    return TreeDrafter(
+      model, k, warp, branching=tuple(branching), replacement=kind == 'iid'
+    )
 
   def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
     """Held-out text that the target wrote, kept for the next call.

@@ -10,7 +10,7 @@ import oracles
 import pytest
 import toys
 
-from specjax import decode, generation, verify
+from specjax import decode, generation, metrics, verify
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -35,7 +35,7 @@ SHIPPED = {'advance': generation.advance, '_prefill': generation._prefill}
 @pytest.fixture(autouse=True, scope='module')
 def quick_compilation():
   """Most programs here run a few times only."""
-  advance = toys.jit(decode.advance, static_argnums=2, donate_argnums=5)
+  advance = toys.jit(decode.advance, donate_argnums=5)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(generation, 'advance', advance)
     patch.setattr(generation, '_prefill', toys.jit(decode.prefill))
@@ -141,6 +141,22 @@ def test_an_end_token_stops_wherever_it_is_in_the_block(position):
   assert result.stats.drafted == result.stats.accepted
 
 
+@pytest.mark.parametrize(
+  'eos, ids',
+  [
+    (3, [3]),
+    (np.int32(3), [3]),
+    ((2, 3), [2, 3]),
+    ([3, 2], [3, 2]),
+    (np.array([2, 3]), [2, 3]),
+    ((), []),
+    (None, []),
+  ],
+)
+def test_end_ids_come_in_any_form(eos, ids):
+  assert generation.end_ids(model(TABLE), eos).tolist() == ids
+
+
 DRAFTERS = [drafting(NEAR, 2, 1.0), drafting(NEAR, 5, 1.0), NGram(3)]
 
 
@@ -183,13 +199,14 @@ def test_a_seed_decides():
   assert tokens(7) != tokens(8)
 
 
-def begin(drafter, new, prompts=PROMPTS, table=TABLE):
+def begin(drafter, new, prompts=PROMPTS, table=TABLE, least=0):
   return generation.start(
     model(table),
     drafter,
     prompts,
     key=jax.random.key(0),
     max_new_tokens=new,
+    min_new_tokens=least,
   )
 
 
@@ -198,7 +215,7 @@ def advance(drafter, state, rounds, table=TABLE, eos=NEVER, temperature=0.0):
   return generation.advance(
     model(table),
     drafter,
-    verify.rejection,
+    verify.as_pytree(verify.rejection),
     Temperature(temperature),
     jnp.array(eos),
     jax.tree.map(jnp.copy, state),
@@ -278,11 +295,11 @@ class Scripted:
 FOUR = np.ones((3, 4), bool)
 
 
-def play(right=FOUR, valid=FOUR, new=20, eos=NEVER, rounds=1):
+def play(right=FOUR, valid=FOUR, new=20, eos=NEVER, rounds=1, least=0):
   """Plays a script on three rows of 5, 9 and 7 tokens."""
   prompts = [[0] * 5, [0] * 9, [0] * 7]
   drafter = Scripted(jnp.array(right, bool), jnp.array(valid, bool))
-  state = begin(drafter, new, prompts, CYCLE)
+  state = begin(drafter, new, prompts, CYCLE, least)
   return advance(drafter, state, rounds, CYCLE, eos)
 
 
@@ -342,6 +359,32 @@ def test_nodes_behind_an_end_token_do_not_count():
   assert new_origins(state) == [[A, A], [A, C], [A, A]]
 
 
+@pytest.mark.parametrize('least', [2, 3])
+@pytest.mark.parametrize('end', range(1, 6))
+def test_a_drafted_end_token_waits_for_enough_others(end, least):
+  """The block holds 1 2 3 4 and 5, so that `end` would be the end-th token."""
+  state = play(eos=(end, end), least=least)
+  assert state.done.tolist() == [end > least] * 3
+  np.testing.assert_array_equal(state.length, np.array([5, 9, 7]) + end)
+  drafted = min(end - (end <= least), 4)
+  np.testing.assert_array_equal(state.stats.accepted, drafted)
+  last = np.asarray(state.tokens)[np.arange(3), state.length - 1]
+  assert ((last == end) == (end > least)).all()
+
+
+def test_what_is_counted_is_what_is_delivered():
+  """Eight of two whole blocks; then an end token, second in the second."""
+  for eos, count in ((NEVER, 8), ((7, 7), 7)):
+    state = play(new=8, eos=eos, rounds=99)
+    result = generation.finish(state, [5, 9, 7])
+    assert result.new_tokens() == [list(range(1, count + 1))] * 3
+    assert (result.stats.rounds == 2).all()
+    assert list(map(len, new_origins(state))) == [count] * 3
+    bonus = (result.stats.origin == decode.BONUS).sum(-1)
+    np.testing.assert_array_equal(result.stats.accepted + bonus, count)
+    assert metrics.summarize(result)['tokens'] == 3 * count
+
+
 def test_every_row_counts_its_own_rounds():
   right = [[1] * 4, [0] * 4, [1] * 4]
   state = play(right, new=[5, 5, 9], rounds=99)
@@ -395,6 +438,47 @@ def test_a_nan_law_ends_its_row_and_is_named():
   whole = generate(drafting(NEAR, 4))
   rows = np.array([0, 2, 3, 4])
   np.testing.assert_array_equal(state.tokens[rows], whole.tokens[rows])
+
+
+by_number = toys.jit(decode.advance, donate_argnums=5)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+  """All rules in one program, of which one counts."""
+
+  index: int
+
+  def __call__(self, *args):
+    verdicts = [rule(*args) for rule in verify.RULES.values()]
+    return jax.tree.map(lambda *x: jnp.stack(x)[self.index], *verdicts)
+
+
+@pytest.mark.parametrize('part', ['target', 'draft'])
+@pytest.mark.parametrize('rule', verify.RULES)
+def test_a_nan_logit_is_an_error_under_any_rule(rule, part, monkeypatch):
+  """And never an id; a rule that does not read the draft's law goes on."""
+  monkeypatch.setattr(generation, 'advance', by_number)
+  tables = {'target': TABLE.copy(), 'draft': NEAR.copy()}
+  tables[part][3, :, 2] = np.nan  # behind the first token that is drafted
+
+  def run():
+    return generate(
+      drafting(tables['draft'], 3, 1.0),
+      [[0, 3], [1, 3]],
+      table=tables['target'],
+      temperature=1.0,
+      verifier=OneOf(list(verify.RULES).index(rule)),
+    )
+
+  blind = 'sampler_match', 'typical', 'top_k', 'distance'
+  if part == 'target' or rule not in blind:
+    with pytest.raises(FloatingPointError, match=r'rows \[0, 1\]: .* NaN'):
+      run()
+  else:
+    tokens = run().tokens
+    assert ((tokens >= 0) & (tokens < V)).all()
 
 
 @pytest.mark.parametrize(
@@ -458,11 +542,9 @@ def test_the_loop_moves_nothing_between_host_and_device(shipped):
   state = begin(drafter, 12)
   args = jax.device_put((drafter, Temperature(0.0), jnp.array(NEVER), 99))
   drafter, warp, eos, rounds = args
-  target = model(TABLE)
+  target, rule = model(TABLE), verify.as_pytree(verify.rejection)
   with jax.transfer_guard('disallow'):
-    state = generation.advance(
-      target, drafter, verify.rejection, warp, eos, state, rounds
-    )
+    state = generation.advance(target, drafter, rule, warp, eos, state, rounds)
     jax.block_until_ready(state)
     with pytest.raises(Exception, match='[Dd]isallowed'):
       jnp.add(state.length, np.ones(5, np.int32))

@@ -75,12 +75,12 @@ def narrowed(temperature, mass):
 PLAIN = narrowed(1.0, 1.0)
 
 
-def p_value(target, drafter, rule, warp=PLAIN, eos=NEVER):
+def p_value(target, drafter, rule, warp=PLAIN, eos=NEVER, table=TARGET):
   """The smallest p-value of the prompts; `rule` is a pytree."""
   tokens = np.asarray(run(target, drafter, rule, warp[0], jnp.array(eos)))
   return min(
     oracles.p_value(
-      tokens[:, i], oracles.joint(TARGET, prompt, STEPS, warp[1], eos)
+      tokens[:, i], oracles.joint(table, prompt, STEPS, warp[1], eos)
     )
     for i, prompt in enumerate(PROMPTS)
   )
@@ -273,3 +273,99 @@ def test_accept_noise_is_fresh_in_every_round():
   drafter = ModelDrafter(Markov(DRAFT), 2)
   assert p_value(Markov(TARGET), drafter, Block(False)) >= 1e-4
   assert p_value(Markov(TARGET), drafter, Block(True)) < 1e-4
+
+
+def everywhere(law):
+  """The table of a law that depends on nothing."""
+  return np.tile(oracles.log(law), (len(law), 1))
+
+
+def first_tokens(p, drafter, rule):
+  """`[ROWS]` of the first prompt, p everywhere; the draft has one node."""
+  target = Markov(everywhere(p))
+  return np.asarray(run(target, drafter, rule, PLAIN[0], jnp.array(NEVER)))[
+    :, 0, :1
+  ]
+
+
+@component
+class KeyedAlike(ModelDrafter):
+  """Draws, if told so, with the key that the target draws with there."""
+
+  alike: bool = False
+
+  def _draw(self, keys, position, i, logits):
+    shared = jax.vmap(jax.random.fold_in)(keys.target, position)
+    shared = jax.vmap(draws.gumbel)(shared, logits)
+    own = super()._draw(keys, position, i, logits)
+    return jnp.where(self.alike, shared, own)
+
+
+def test_a_recovery_with_the_noise_of_the_draft_has_this_other_law():
+  """The losers of the draft's race would lose again."""
+  p, q = [0.2, 0.5, 0.3], [0.6, 0.3, 0.1]
+  drafter = KeyedAlike(Markov(everywhere(q)), 1)
+  tokens = first_tokens(p, drafter, Faulty(NO_FAULT))
+  assert oracles.p_value(tokens, np.array(p)) >= 1e-4
+  drafter = dataclasses.replace(drafter, alike=True)
+  tokens = first_tokens(p, drafter, Faulty(NO_FAULT))
+  assert oracles.p_value(tokens, np.array(p)) < 1e-4
+  wrong = np.array([0.2, 7 / 15, 1 / 3])
+  assert oracles.p_value(tokens, wrong) >= 1e-4
+
+
+@component
+class UniformTwice:
+  """Picks, if told so, the replacement with the uniform that rejected."""
+
+  twice: bool
+
+  def __call__(self, noise, draft, log_p):
+    verdict = verify.rejection(noise, draft, log_p)
+    below = jnp.cumsum(jnp.exp(verdict.law)) <= jnp.exp(noise.log_u[0])
+    picked = jnp.arange(log_p.shape[-1]) == below.sum()
+    wrong = jnp.where(picked, 0, -jnp.inf)
+    again = self.twice & ~verdict.accepted[0]
+    return verdict._replace(law=jnp.where(again, wrong, verdict.law))
+
+
+def test_a_recovery_with_the_uniform_of_the_test_has_this_other_law():
+  p, q = [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]
+  drafter = ModelDrafter(Markov(everywhere(q)), 1)
+  tokens = first_tokens(p, drafter, UniformTwice(False))
+  assert oracles.p_value(tokens, np.array(p)) >= 1e-4
+  tokens = first_tokens(p, drafter, UniformTwice(True))
+  assert oracles.p_value(tokens, np.array(p)) < 1e-4
+  wrong = np.array([0.1, 0.2, 0.2, 0.5])
+  assert oracles.p_value(tokens, wrong) >= 1e-4
+
+
+@component
+class Unwarped:
+  """`rejection`, tested, if told so, with a law that skipped the warp."""
+
+  law: jax.Array
+  skips: bool
+
+  def __call__(self, noise, draft, log_p):
+    raw = log_p.at[:-1].set(self.law)
+    return verify.rejection(noise, draft, jnp.where(self.skips, raw, log_p))
+
+
+def test_min_p_holds_for_verified_tokens_and_for_the_bonus():
+  p, q = [0.6, 0.25, 0.1, 0.05], [0.4, 0.3, 0.2, 0.1]
+
+  def reference(logits):
+    kept = oracles.min_p(oracles.softmax(logits), 0.2)
+    return kept / kept.sum()
+
+  table, warp = everywhere(p), (warps.MinP(0.2), reference)
+  np.testing.assert_allclose(reference(table[0]), [12 / 17, 5 / 17, 0, 0])
+
+  def shipped_unless(skips):
+    rule = Unwarped(oracles.log(p), skips)
+    drafter = ModelDrafter(Markov(everywhere(q)), 2)
+    return p_value(Markov(table), drafter, rule, warp, table=table)
+
+  assert shipped_unless(False) >= 1e-4
+  assert shipped_unless(True) < 1e-4

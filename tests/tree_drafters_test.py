@@ -182,6 +182,26 @@ def test_coupled_drafts_are_refused_by_other_rules():
     )
 
 
+@pytest.mark.parametrize(
+  'replacement', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_a_perfect_tree_is_always_right(replacement):
+  """Greedy, so that a memory that kept another branch would show."""
+  drafter = TreeDrafter(
+    TARGET, 3, warps.Greedy(), branching=(2, 2, 1), replacement=replacement
+  )
+  state = generation.start(
+    TARGET, drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=40
+  )
+  advance = toys.jit(decode.advance, static_argnums=2)
+  eos = jnp.zeros(0, jnp.int32)
+  state = advance(
+    TARGET, drafter, verify.rejection, warps.Greedy(), eos, state, 99
+  )
+  assert state.stats.rounds.tolist() == [10] * 3
+  assert state.stats.accepted.tolist() == [30] * 3
+
+
 @trees
 def test_more_siblings_accept_more(name):
   """A tree's first depth is kept more often than a chain's."""

@@ -192,6 +192,160 @@ def test_block_verification_keeps_a_ninth_more_in_its_paper_s_example():
     np.testing.assert_allclose(got.tokens_per_round, 1 + accepted, atol=1e-6)
 
 
+def padded(law):
+  """With impossible ids behind, so that one program serves all."""
+  return np.pad(np.asarray(law, float), (0, 6 - len(law)))
+
+
+def at_one_position(rule, p, q):
+  """The law of a round's first token, and how often a draft is accepted."""
+  tables = [padded(p), np.full((6, 6), 1 / 6)]
+  drawn = None if q is None else [padded(q)]
+  siblings = 'fixed' if q is None else 'single'
+  got = enumeration.enumerate_rule(
+    rule, tables, drawn, (1,), siblings, chain=True
+  )
+  np.testing.assert_allclose(got.total, 1, atol=1e-6)
+  return got.joint.sum(1)[: len(p)], got.tokens_per_round - 1
+
+
+@pytest.mark.parametrize('rule', EXACT)
+@pytest.mark.parametrize(
+  ('p', 'q', 'acceptance'),
+  [
+    ([0.25, 0.5, 0.25], [0.25, 0.5, 0.25], 1),
+    ([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], 0.6),
+    ([0.5, 0.3, 0.2], [0.2, 0.6, 0.2], 0.7),
+    ([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], 0.6),
+    # The sum of min(p, q), and not that of p q, which is 0.37.
+    ([0.5, 0.25, 0.15, 0.1], [0.55, 0.3, 0.1, 0.05], 0.9),
+    # Logits 2 1 0 and 1.5 1.5 0, both at temperature 0.5.
+    (oracles.softmax([4, 2, 0]), oracles.softmax([3, 3, 0]), 0.621042),
+    # One behind min-p; the other has what that shuts out.
+    ([12 / 17, 5 / 17, 0, 0], [0.4, 0.3, 0.2, 0.1], 0.694118),
+    ([0, 1], [0.3, 0.7], 0.7),
+    # Ids that only the target has.
+    ([0.1, 0.2, 0.3, 0.1, 0.2, 0.1], [0.5, 0.3, 0.2], 0.5),
+    # A deterministic draft, of the first token.
+    ([0.5, 0.3, 0.2], None, 0.5),
+    ([0.45, 0.35, 0.2], None, 0.45),
+  ],
+)
+def test_one_position(rule, p, q, acceptance):
+  if rule == 'k_seq' and q is None:
+    q = [1, 0]  # it takes no point masses, but their law
+  law, rate = at_one_position(verify.RULES[rule], p, q)
+  np.testing.assert_allclose(law, p, atol=1e-6)
+  np.testing.assert_allclose(rate, acceptance, atol=1e-6)
+
+
+def scored_with(law):
+  """`rejection` that is told another law than was drawn from."""
+
+  def rule(noise, draft, log_p):
+    logits = None if law is None else oracles.log(padded(law))[None]
+    told = dataclasses.replace(draft, logits=logits)
+    return verify.rejection(noise, told, log_p)
+
+  return rule
+
+
+def replaced_from(weigh):
+  """`rejection` with another law behind a rejection."""
+
+  def rule(noise, draft, log_p):
+    verdict = verify.rejection(noise, draft, log_p)
+    p, q = jnp.exp(log_p[0]), jax.nn.softmax(draft.logits[0])
+    weights = jnp.where(p > 0, weigh(p, q, draft.tokens[0]), 0)
+    wrong = jnp.log(weights / weights.sum())
+    law = jnp.where(verdict.accepted.any(), verdict.law, wrong)
+    return verdict._replace(law=law)
+
+  return rule
+
+
+@pytest.mark.parametrize(
+  ('rule', 'p', 'q', 'law', 'acceptance'),
+  [
+    # The residual went through a softmax instead of being normalised.
+    (
+      replaced_from(lambda p, q, x: jnp.exp(jnp.maximum(p - q, 0))),
+      [0.1, 0.2, 0.3, 0.4],
+      [0.4, 0.3, 0.2, 0.1],
+      [0.189786, 0.289786, 0.299229, 0.221199],
+      0.6,
+    ),
+    # Of the draft's law only the rejected token was subtracted.
+    (
+      replaced_from(lambda p, q, x: p.at[x].set(jnp.maximum(p[x] - q[x], 0))),
+      [0.5, 0.3, 0.2],
+      [0.2, 0.6, 0.2],
+      [0.414286, 0.3, 0.285714],
+      0.7,
+    ),
+    # The likeliest token, tested as if it had been drawn.
+    (
+      scored_with([0.7, 0.2, 0.1]),
+      [0.5, 0.3, 0.2],
+      [1, 0, 0],
+      [0.714286, 0.142857, 0.142857],
+      0.714286,
+    ),
+    (
+      scored_with([0.45, 0.35, 0.2]),
+      [0.45, 0.35, 0.2],
+      [1, 0, 0],
+      [1, 0, 0],
+      1,
+    ),
+    # Drawn from bfloat16 logits, 40 and 40; tested with 40 and 40.12.
+    (
+      scored_with([0.470036, 0.529964]),
+      [0.3, 0.7],
+      [0.5, 0.5],
+      [0.319124, 0.680876],
+      0.819124,
+    ),
+    # Tested without its law: exact, and hardly ever accepted.
+    (
+      scored_with(None),
+      [0.5, 0.25, 0.15, 0.1],
+      [0.55, 0.3, 0.1, 0.05],
+      [0.5, 0.25, 0.15, 0.1],
+      0.37,
+    ),
+  ],
+)
+def test_a_fault_at_one_position_has_this_other_law(
+  rule, p, q, law, acceptance
+):
+  """The negative twins: enumeration sees each, and how large it is."""
+  got, rate = at_one_position(rule, p, q)
+  np.testing.assert_allclose(got, law, atol=1e-5)
+  np.testing.assert_allclose(rate, acceptance, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('p', 'q', 'count', 'acceptance'),
+  [
+    # The likeliest token alone, then the two likeliest: .45 + .55 * .35 / .55.
+    ([0.45, 0.35, 0.2], None, 1, 0.45),
+    ([0.45, 0.35, 0.2], None, 2, 0.8),
+    # Only token 0 is ever rejected; then [0, 0, 1] meets [0, 3/4, 1/4].
+    ([0.5, 0.3, 0.2], [0.6, 0.3, 0.1], 1, 0.9),
+    ([0.5, 0.3, 0.2], [0.6, 0.3, 0.1], 2, 0.925),
+  ],
+)
+def test_siblings_at_one_position(p, q, count, acceptance):
+  tables = [np.array(p), np.full((3, 3), 1 / 3)]
+  how = (None, (count,), 'fixed')
+  if q:
+    how = ([np.array(q)], (count,), 'distinct')
+  got = enumeration.enumerate_rule(verify.rejection, tables, *how)
+  require_exact(got, tables)
+  np.testing.assert_allclose(got.tokens_per_round - 1, acceptance, atol=1e-6)
+
+
 def test_siblings_scored_with_the_first_one_s_law_are_not_exact():
   """The negative twin: without replacement, q is another for each sibling."""
 

@@ -2,12 +2,14 @@
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 import toys
+from hypothesis import strategies
 
 from specjax import warps
 from specjax.warps import UNCHANGED, Greedy, MinP, Temperature, TopK, TopP
@@ -91,6 +93,55 @@ def test_filters_keep_what_sorting_would(vocab, ties):
       expected = np.stack([reference(row, number) for row in p])
       np.testing.assert_array_equal(kept > -np.inf, expected > 0)
       np.testing.assert_array_equal(kept[expected > 0], logits[expected > 0])
+
+
+def test_ids_made_equal_by_rounding_are_a_tie():
+  """The first wins, as everywhere."""
+  logits = jnp.array([1.0, 40.0, 40.12, 2.0], jnp.bfloat16)
+  for warp in (Greedy(), Temperature(0.0)):
+    assert apply(warp, logits).tolist() == [-np.inf, 0, -np.inf, -np.inf]
+
+
+EXTREME = [-np.inf, -1e30, -1e4, -1.0, -0.0, 0.0, 1e-30, 2.5, 1e4, 1e37]
+
+
+@pytest.mark.parametrize(
+  'warp',
+  [
+    Greedy(),
+    Temperature(0.0),
+    Temperature(0.3),
+    TopK(2),
+    TopP(0.7),
+    MinP(0.1),
+    warps.compose(Temperature(1.7), TopK(3), TopP(0.9), MinP(0.01)),
+  ],
+)
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+  logits=strategies.lists(
+    strategies.sampled_from(EXTREME) | strategies.floats(-9, 9, width=32),
+    min_size=6,
+    max_size=6,
+  ).filter(lambda x: max(x) > -np.inf),
+  order=strategies.permutations(range(6)),
+)
+def test_a_warp_of_extreme_logits_is_a_law_inside_the_support(
+  warp, logits, order
+):
+  logits = np.array(logits, np.float32)
+  out = np.asarray(apply(warp, logits))
+  assert (out[logits == -np.inf] == -np.inf).all()
+  assert not np.isnan(out).any() and out[np.argmax(logits)] > -np.inf
+  np.testing.assert_allclose(oracles.softmax(out).sum(), 1, atol=1e-6)
+  # What is kept keeps its order, and is not less likely than what is not.
+  kept = out > -np.inf
+  assert logits[kept].min() >= np.max(logits[~kept], initial=-np.inf)
+  ranks = out[kept][np.argsort(logits[kept], kind='stable')]
+  assert (np.diff(ranks) >= 0).all()
+  if not isinstance(warp, Greedy) and warp != Temperature(0.0):
+    order = np.array(order)  # where the first of equals has no privilege
+    np.testing.assert_array_equal(apply(warp, logits[order]), out[order])
 
 
 @pytest.mark.parametrize('warp', ALL)

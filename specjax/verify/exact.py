@@ -102,7 +102,7 @@ def k_seq(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   law = jnp.where(k[row] > 0, residual, log_p[row])
   outcomes = parts.outcomes(tested, ok, log_alpha)
   nan = (tested & jnp.isnan(log_q[parents, x])).any()
-  fault = parts.fault(log_p, accepted, nan, (k[row] > 0) & empty)
+  fault = parts.fault(log_p, accepted, law, nan, (k[row] > 0) & empty)
   return Verdict(accepted, law, *outcomes, fault)
 
 
@@ -143,8 +143,9 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   row, accepted = jax.lax.fori_loop(
     0, n, follow, (jnp.zeros((), jnp.int32), jnp.zeros(n, bool))
   )
-  fault = parts.fault(log_p, accepted, jnp.array(False), jnp.array(False))
-  return Verdict(accepted, log_p[row], *parts.untested(log_p), fault)
+  no, law = jnp.array(False), log_p[row]
+  fault = parts.fault(log_p, accepted, law, no, no)
+  return Verdict(accepted, law, *parts.untested(log_p), fault)
 
 
 def reject(noise, draft, log_p, log_factor: float | Array) -> Verdict:
@@ -177,7 +178,7 @@ def _reject_chain(noise, draft, log_p, log_factor) -> Verdict:
   law = jnp.where(rejected.any(), residual, log_p[count])
   outcomes = parts.outcomes(tested, accepted, log_alpha)
   nan = (rejected & jnp.isnan(log_qx)).any()
-  fault = parts.fault(log_p, accepted, nan, rejected.any() & empty)
+  fault = parts.fault(log_p, accepted, law, nan, rejected.any() & empty)
   return Verdict(accepted, law, *outcomes, fault)
 
 
@@ -216,7 +217,7 @@ def _reject_tree(noise, draft, log_p, log_factor) -> Verdict:
     jnp.array(False),
   )
   _, law, accepted, *outcomes, nan, empty = jax.lax.fori_loop(0, n, test, start)
-  fault = parts.fault(log_p, accepted, nan, empty)
+  fault = parts.fault(log_p, accepted, law, nan, empty)
   return Verdict(accepted, law, *outcomes, fault)
 
 

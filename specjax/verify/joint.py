@@ -65,8 +65,8 @@ def block(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   residual, empty = parts.normalised(gap, log_p[row])
   accepted = node <= count
   nan = (jnp.isnan(log_h) & tested).any()
-  fault = parts.fault(log_p, accepted, nan, ~whole & empty)
   law = jnp.where(whole, log_p[count], residual)
+  fault = parts.fault(log_p, accepted, law, nan, ~whole & empty)
   outcomes = parts.outcomes(tested, passed, log_h)
   return Verdict(accepted, law, *outcomes, fault)
 
@@ -130,7 +130,7 @@ def traversal(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
       new.at[i].set(new[i] & ~enter),
       tested.at[i].set(tested[i] | made),
       log_tests.at[i].add(log_test),
-      nan | (enter & jnp.isnan(weight)),
+      nan | (enter & jnp.isnan(weight)) | (failed & jnp.isnan(left)),
       bad.at[above].set(bad[above] | (failed & empty)),
     )
 
@@ -149,7 +149,7 @@ def traversal(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     0, 2 * n, visit, start
   )
   accepted = parts.path(draft, row)
-  fault = parts.fault(log_p, accepted, nan, bad[row])
+  fault = parts.fault(log_p, accepted, laws[row], nan, bad[row])
   return Verdict(accepted, laws[row], *outcomes, fault)
 
 
@@ -157,9 +157,9 @@ def _keep_rate(log_w: Array, left: Array) -> Array:
   """Log of S / (S + 1 - w): to stay at a node of weight w, S being left of p.
 
   Where w = 1 and nothing is left, p and q are equal there, and every draft of
-  it is kept: the rate is 1.
+  it is kept: the rate is 1. A NaN is handed on, and no test passes at it.
   """
   short = -jnp.expm1(log_w)
   total = left + short
-  rate = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1.0)
+  rate = jnp.where(total == 0, 1.0, left / jnp.where(total == 0, 1, total))
   return jnp.log(rate)

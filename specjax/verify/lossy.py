@@ -123,5 +123,8 @@ def _longest(draft: Draft, log_p: Array, ok: Array) -> Verdict:
   sound = (~above[0] | ok).all(-1)
   row = jnp.argmax(jnp.where(sound, trees.depths(above)[0], -1))
   accepted = above[0, row, 1:]
-  fault = parts.fault(log_p, accepted, jnp.array(False), jnp.array(False))
-  return Verdict(accepted, log_p[row], *parts.untested(log_p), fault)
+  # Every law behind such a path was looked at, not only that of the longest.
+  nan = (sound & jnp.isnan(log_p[:, 0])).any()
+  law, no = log_p[row], jnp.array(False)
+  fault = parts.fault(log_p, accepted, law, nan, no)
+  return Verdict(accepted, law, *parts.untested(log_p), fault)

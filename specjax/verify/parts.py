@@ -63,10 +63,10 @@ def at(rows: Array, tokens: Array) -> Array:
 
 
 def accept_rate(log_px: Array, log_qx: Array | float) -> Array:
-  """Log of min(1, p / q); -inf where p = 0, whatever q is."""
+  """Log of min(1, p / q); -inf where p = 0, whatever q is, NaN where one is."""
   # p = q = 0 gives NaN here, which is not looked at.
   ratio = jnp.minimum(log_px - log_qx, 0.0)
-  return jnp.where(log_px > -jnp.inf, ratio, -jnp.inf)
+  return jnp.where(log_px == -jnp.inf, -jnp.inf, ratio)
 
 
 def passes(log_u: Array, log_alpha: Array) -> Array:
@@ -86,7 +86,8 @@ def excess(log_p: Array, log_q: Array | None, token: Array) -> Array:
     ids = jnp.arange(log_p.shape[-1])
     return jnp.where(ids == token[..., None], -jnp.inf, log_p)
   gap = log_p + jnp.log1p(-jnp.exp(log_q - log_p))
-  return jnp.where(log_p > log_q, gap, -jnp.inf)
+  # This way round a NaN stays one, and does not look like an empty residual.
+  return jnp.where(log_p <= log_q, -jnp.inf, gap)
 
 
 def normalised(gap: Array, log_p: Array) -> tuple[Array, Array]:
@@ -113,7 +114,8 @@ def untested(log_p: Array) -> tuple[Array, Array]:
 def nothing(log_p: Array) -> Verdict:
   """The verdict on an empty draft."""
   none, no = jnp.zeros(0, bool), jnp.array(False)
-  return Verdict(none, log_p[0], *untested(log_p), fault(log_p, none, no, no))
+  fault_bits = fault(log_p, none, log_p[0], no, no)
+  return Verdict(none, log_p[0], *untested(log_p), fault_bits)
 
 
 def path(draft: Draft, row: Array) -> Array:
@@ -125,16 +127,20 @@ def path(draft: Draft, row: Array) -> Array:
   return trees.ancestors(block, n + 1)[0, row, 1:]
 
 
-def fault(log_p: Array, accepted: Array, nan: Array, empty: Array) -> Array:
+def fault(
+  log_p: Array, accepted: Array, law: Array, nan: Array, empty: Array
+) -> Array:
   """`Verdict.fault`.
 
   Args:
     log_p: `[N + 1, V]`.
     accepted: `[N]` path, whose rows and the root's were needed.
-    nan: whether a needed law of the draft was NaN.
+    law: `[V]` of what follows.
+    nan: whether anything else that was needed was NaN.
     empty: whether a residual was empty.
   """
   needed = jnp.concatenate([jnp.ones(1, bool), accepted])
   # log_softmax makes a row all NaN or clean, so one column tells.
-  broken = jnp.isnan(jnp.where(needed, log_p[:, 0], 0.0)).any() | nan
+  broken = jnp.isnan(jnp.where(needed, log_p[:, 0], 0.0)).any()
+  broken |= jnp.isnan(law[0]) | nan
   return (EMPTY_RESIDUAL * empty + NAN * broken).astype(jnp.int32)
