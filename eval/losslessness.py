@@ -21,10 +21,8 @@ from flax import nnx
 
 from specjax import certify, experiment, metrics, plots, runs, verify, warps
 from specjax.certify import tiers
-from specjax.drafters.ngram import NGram
-from specjax.drafters.none import NoDrafter
 from specjax.models.transformer import Transformer
-from specjax.workspace import Workspace
+from specjax.workspace import PROPOSERS, Workspace
 
 NUM_TOKENS = flags.DEFINE_integer(
   'num_tokens', 20_000, 'to test, of each arm; more see smaller faults'
@@ -33,11 +31,13 @@ SEQUENCES = flags.DEFINE_integer(
   'sequences', 10_000, 'short ones of each arm to display; 0 shows none'
 )
 DRAFTER = flags.DEFINE_enum(
-  'drafter', 'model', ['model', 'ngram', 'none'], 'model: the distilled draft'
+  'drafter', 'model', PROPOSERS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 VERIFY = flags.DEFINE_string(
-  'verify', 'rejection', 'a rule of specjax.verify, or module:function'
+  'verify',
+  None,
+  'a rule of specjax.verify, or module:function (default: config.decode)',
 )
 TEMPERATURE = flags.DEFINE_float(
   'temperature', None, '0 is greedy (default: config.decode)'
@@ -58,11 +58,15 @@ HALF_PROMPTS = 2
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
-  for flag, key in ((TEMPERATURE, 'temperature'), (K, 'k')):
+  for flag, key in (
+    (TEMPERATURE, 'temperature'),
+    (K, 'k'),
+    (VERIFY, 'verify'),
+  ):
     if flag.value is not None:
       config['decode'][key] = flag.value
   check(config['decode'])
-  rule = verify.find(VERIFY.value)
+  rule = verify.find(config['decode']['verify'])
   workspace = Workspace.look_at(folder, config)
   report, transforms = measure(workspace, rule)
   runs.write_json(folder / 'losslessness.json', runs.portable(report))
@@ -100,8 +104,11 @@ def measure(workspace, rule):
   warp = warps.temperature(c['temperature'])
   subject = tiers.Subject(
     workspace.target(),
-    *drafter_and_rule(workspace, warp, rule),
-    key=jax.random.key(SEED.value),
+    workspace.proposer(DRAFTER.value, DRAFT.value, warp),
+    rule,
+    warp,
+    direction(workspace, warp),
+    jax.random.key(SEED.value),
   )
   prompts = workspace.prompts('test', PROMPTS, c['prompt_length'])
   # Rows with room for two rounds have pairs of tokens K + 1 apart.
@@ -123,15 +130,15 @@ def measure(workspace, rule):
       **SHOWN,
     )
 
-  lossy = VERIFY.value in verify.LOSSY
+  lossy = c['verify'] in verify.LOSSY
   verdict = 'PASS' if tiers.exact(tests, equal) else 'FAIL'
   plain, other = seen[tiers.PLAIN], seen[tiers.SPECULATIVE]
   moved, half_width = certify.leak(other)
   report = {
     'verdict': 'LOSSY' if lossy else verdict,
     'drafter': DRAFTER.value,
-    'draft': DRAFT.value if DRAFTER.value == 'model' else None,
-    'rule': VERIFY.value,
+    'draft': DRAFT.value,
+    'rule': c['verify'],
     'k': c['k'],
     'temperature': c['temperature'],
     'tokens': int(other.p.size),
@@ -154,14 +161,11 @@ def measure(workspace, rule):
   return report, {arm: certify.pit(found) for arm, found in seen.items()}
 
 
-def drafter_and_rule(workspace, warp, rule):
-  """The middle of a `Subject`."""
-  k = workspace.config['decode']['k']
-  if DRAFTER.value == 'model':
-    drafter = workspace.drafter(DRAFT.value, warp).at(k)
-    return drafter, rule, warp, drafter
-  drafter = NGram(k) if DRAFTER.value == 'ngram' else NoDrafter()
-  return drafter, rule, warp, certify.Replayed(drafter)
+def direction(workspace, warp):
+  """Whose law to look for leaks of: the draft's, or that of what it copies."""
+  if DRAFTER.value in ('ngram', 'none'):
+    return certify.Replayed(workspace.proposer(DRAFTER.value, '', warp))
+  return workspace.drafter(DRAFT.value.split(',')[0], warp)
 
 
 def in_bfloat16(target):
