@@ -205,8 +205,8 @@ def show(report):
   console.print(table)
   print(power(report))
   print(
-    f'moved towards the draft: {report["leak"]:+.4f} ±'
-    f' {report["leak_half_width"]:.4f}, at most the mean TV per token'
+    f'moved towards the draft by {report["leak"]:+.4f} ±'
+    f' {report["leak_half_width"]:.4f} per token; the mean TV is at least that'
   )
   for found in report['equal_seeds']:
     print(equal_seeds(found))
@@ -227,8 +227,8 @@ def power(report) -> str:
     )
   return (
     f'caught with probability {report["power"]:.0%}: a leak (1 - e)p + eq of'
-    f' mean TV {delta:.4f} per token (e = {delta / tv:.3f}), but no fault on'
-    ' one token in a thousand'
+    f' mean TV {delta:.4f} per token (e = {delta / tv:.3f})'
+    + (', but no fault on one token in a thousand' if delta > 1e-3 else '')
   )
 
 

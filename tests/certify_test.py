@@ -19,6 +19,7 @@ from scipy import stats
 from specjax import certify, decode, draws, verify, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.none import NoDrafter
+from specjax.drafters.tree import TreeDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer
 from specjax.types import Draft
@@ -216,6 +217,56 @@ def test_accept_noise_keyed_by_position_fails_under_block_verification():
 
   assert not rejected(block(False))
   assert rejected(block(True))
+
+
+@component
+class UntilItFails:
+  """Block verification that stops, if it is faulty, at its first failure."""
+
+  faulty: bool
+
+  def __call__(self, noise, draft, log_p):
+    def passes(log_u):
+      tested = noise._replace(log_u=log_u)
+      return verify.block(tested, draft, log_p).accepted.any()
+
+    alone = jnp.eye(len(noise.log_u), dtype=bool)
+    passed = jax.vmap(passes)(jnp.where(alone, noise.log_u, jnp.inf))
+    going = jnp.cumprod(passed).astype(bool) | ~jnp.asarray(self.faulty)
+    log_u = jnp.where(going, noise.log_u, jnp.inf)
+    return verify.block(noise._replace(log_u=log_u), draft, log_p)
+
+
+def test_block_verification_that_stops_at_its_first_failure_fails():
+  def block(faulty):
+    drafter = ModelDrafter(Markov(DRAFT), 3)
+    return evidence(drafter=drafter, rule=UntilItFails(faulty))
+
+  assert not rejected(block(False))
+  assert rejected(block(True))
+
+
+@component
+class Forgetful(TreeDrafter):
+  """Claims, if it is faulty, one law for siblings that cannot be equal."""
+
+  faulty: bool = False
+
+  def propose(self, target, cache, memory, keys, tokens, length):
+    draft, memory = super().propose(target, cache, memory, keys, tokens, length)
+    first = jnp.arange(draft.tokens.shape[1])[:, None] < self.branching[0]
+    first &= self.faulty
+    claimed = jnp.where(first, draft.logits[:, :1], draft.logits)
+    return dataclasses.replace(draft, logits=claimed), memory
+
+
+def test_distinct_siblings_that_are_scored_as_independent_ones_fail():
+  def siblings(faulty):
+    drafter = Forgetful(Markov(DRAFT), 2, branching=(3,), faulty=faulty)
+    return evidence(drafter=drafter, rule=verify.rejection)
+
+  assert not rejected(siblings(False))
+  assert rejected(siblings(True))
 
 
 class Uncut(Transformer):
