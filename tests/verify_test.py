@@ -550,6 +550,36 @@ def test_a_nan_draft_law_is_a_fault_where_it_is_needed():
   assert (verdict.fault & verify.NAN).tolist() == [verify.NAN, 0]
 
 
+@pytest.mark.parametrize('rule', ['block', 'traversal'])
+@pytest.mark.parametrize('part', ['p', 'q'])
+def test_a_nan_further_on_accepts_nothing_where_whole_paths_are_judged(
+  rule, part
+):
+  """It once made the rate of the node before it one, which nothing refuses."""
+  log_p = np.tile(oracles.log(P5), (1, 4, 1))
+  logits = np.tile(oracles.log(Q5), (1, 3, 1))
+  (log_p if part == 'p' else logits)[:, 1] = np.nan
+  for x, u in itertools.product(range(5), [1e-3, 0.5, 1.0]):
+    tokens, log_u = np.array([[x, 1, 2]], np.int32), oracles.log([[u] * 3])
+    draft = Draft(tokens, logits=logits)
+    verdict = run(log_u, draft, log_p, verify.RULES[rule])
+    assert verdict.fault[0] & verify.NAN
+
+
+@pytest.mark.parametrize('rule', ['typical', 'top_k', 'distance'])
+def test_a_nan_behind_a_path_that_is_not_the_longest_is_a_fault(rule):
+  """Else it would have changed, unseen, which path is the longest."""
+  log_p = np.tile(oracles.log(np.full(5, 0.2)), (1, 4, 1))
+  parents = np.array([[-1, -1, 1]], np.int32)
+  draft = Draft(np.array([[0, 1, 2]], np.int32), parents, siblings='distinct')
+  rule = verify.RULES[rule]
+  sound = run(np.zeros((1, 3)), draft, log_p, rule)
+  assert sound.accepted.tolist() == [[False, True, True]]
+  assert sound.fault == 0
+  log_p[0, 1] = np.nan
+  assert run(np.zeros((1, 3)), draft, log_p, rule).fault == verify.NAN
+
+
 def test_sampler_match_draws_what_plain_sampling_would():
   """It accepts the target's own draws, and hands on the row that follows."""
   rng = np.random.default_rng(0)
