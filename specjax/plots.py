@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from scipy import stats
 
 from specjax import metrics
 
@@ -226,6 +227,94 @@ def acceptance_by_kl_weight(
     one_seed = {'color': _GREY, 'markersize': 5}
     handles += panels[0].plot([], [], '.', label='one seed', **one_seed)
   return _save(figure, path, handles)
+
+
+def losslessness(
+  path: Path,
+  transforms: Mapping[str, np.ndarray],
+  tests: Sequence[Mapping[str, Any]],
+  display: Sequence[Mapping[str, Any]] = (),
+  title: str = 'Losslessness',
+) -> pathlib.Path:
+  """The tests of a certificate, and the usual display beside them.
+
+  Args:
+    path: the PNG to write.
+    transforms: probability integral transforms of each arm's tokens.
+    tests: rows with `arm`, `name`, `z` and `rejected`, as `certify.decide`
+      gives; the least `threshold` is drawn.
+    display: rows with `arm` and `distances`, as `certify.compare` gives.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  figure = _figure(title, width=12.6 if display else 8.8)
+  panels = figure.subplots(1, 3 if display else 2)
+  styles = dict(zip(transforms, _styles(), strict=False))
+  handles = [
+    panels[0].plot([], [], label=arm, **style)[0]
+    for arm, style in styles.items()
+  ]
+  least = min(test['threshold'] for test in tests)
+  _transform_curves(panels[0], transforms, styles, least)
+  _test_points(panels[1], tests, styles, stats.norm.isf(least / 2))
+  if display:
+    handles += _distance_bars(panels[2], display)
+  return _save(figure, path, handles)
+
+
+def _transform_curves(panel, transforms, styles, level):
+  """Deviation of each distribution function from the uniform one."""
+  grid = np.linspace(0, 1, 257)
+  for arm, values in transforms.items():
+    ranks = np.searchsorted(np.sort(values, axis=None), grid, 'right')
+    curve = math.sqrt(values.size) * (ranks / values.size - grid)
+    panel.plot(grid, curve, **{**styles[arm], 'marker': '', 'linewidth': 1.2})
+  for sign in (-1, 1):
+    edge = sign * stats.kstwobign.isf(level)
+    panel.axhline(edge, color=_GREY, linestyle='--', linewidth=1)
+  _label(panel, 'transforms of all tokens', 'uniform quantile')
+  panel.set_ylabel('√n × (share below − quantile)')
+
+
+def _test_points(panel, tests, styles, threshold):
+  """|z| of every test, those beyond the axis at its end."""
+  names = list(dict.fromkeys(test['name'] for test in tests))
+  end = 2 * threshold
+  for i, (arm, style) in enumerate(styles.items()):
+    own = {test['name']: test for test in tests if test['arm'] == arm}
+    z = [min(own[name]['z'], end) for name in names]
+    place = np.arange(len(names)) + 0.15 * (1 - 2 * i)
+    panel.plot(z, place, **{**style, 'linestyle': ''})
+  panel.axvline(threshold, color=_GREY, linestyle='--', linewidth=1)
+  panel.set_yticks(range(len(names)), names, fontsize=9)
+  panel.set_xlim(-0.1, 1.05 * end)
+  panel.invert_yaxis()
+  _label(panel, 'tests', f'|z| of the p-value (at most {end:.1f})')
+
+
+def _distance_bars(panel, display):
+  """TV of n-grams with intervals; returns what the legend should name."""
+  handles, names = [], []
+  for i, (row, style) in enumerate(
+    zip(display, itertools.islice(_styles(), 2, None), strict=False)
+  ):
+    found = row['distances']
+    place = np.arange(len(found)) + 0.12 * (2 * i - len(display) + 1)
+    value, low, high = (
+      np.array([x[name] for x in found], float)
+      for name in ('tv', 'tv_low', 'tv_high')
+    )
+    error = np.stack([value - low, high - value])
+    style = {**style, 'linestyle': '', 'label': f'plain against {row["arm"]}'}
+    handles.append(panel.errorbar(place, value, error, capsize=4, **style))
+    names = [f'{x["n"]}-grams' for x in found]
+  panel.axhline(0, color=_GREY, linewidth=1)
+  panel.set_xticks(range(len(names)), names)
+  _label(panel, 'samples of short text', 'tokens taken together')
+  panel.set_ylabel('TV less its null mean (95 % intervals)')
+  return handles
 
 
 def _speedup_line(

@@ -138,6 +138,57 @@ def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):
   assert 'Error' not in error
 
 
+def certify(run, *arguments):
+  small = '--num_tokens=1500', '--sequences=1200'
+  code, out, error = finish(
+    start('eval/losslessness.py', f'--workdir={run}', *small, *arguments), 300
+  )
+  report = json.loads((run / 'losslessness.json').read_text())
+  return code, out, error, report
+
+
+def test_a_lossless_decoder_passes_the_certificate(run):
+  code, out, error, report = certify(run)
+  assert code == 0, error
+  assert report['verdict'] == 'PASS' and out.endswith('PASS\n')
+  assert {test['arm'] for test in report['tests']} == {'speculative', 'plain'}
+  assert not any(test['rejected'] for test in report['tests'])
+  assert 0 < report['detectable_leak'] < 1
+  assert [row['arm'] for row in report['display']] == ['speculative', 'plain']
+  assert all(row['sequences'] >= 1200 for row in report['display'])
+  for found in report['equal_seeds']:
+    assert found['widest_margin'] <= 1e-4
+  for key in ('versions', 'device', 'config', 'tokens_per_round', 'leak'):
+    assert key in report
+  assert (run / 'losslessness.png').stat().st_size > 10_000
+  assert 'losslessness.png' in out
+
+
+def test_a_point_mass_has_a_direction_and_no_draft_has_none(run):
+  code, _, error, report = certify(run, '--drafter=ngram', '--sequences=0')
+  assert code == 0, error
+  assert report['display'] == [] and 0 < report['tv_of_draft'] < 1
+  code, out, error, report = certify(run, '--drafter=none', '--sequences=0')
+  assert code == 0, error
+  assert report['detectable_leak'] == 'inf' and 'no leak would be caught' in out
+
+
+def test_a_lossy_rule_is_labelled_and_does_not_pass(run):
+  code, out, error, report = certify(run, '--verify=lenience')
+  assert code == 1, error
+  assert report['verdict'] == 'LOSSY' and out.endswith('LOSSY\n')
+  assert 'lenience is lossy' in out
+
+
+def test_a_wrong_rule_of_ones_own_fails(run):
+  code, out, error, report = certify(
+    run, '--verify=tests.faulty_rules:likeliest_last', '--sequences=0'
+  )
+  assert code == 1, error
+  assert report['verdict'] == 'FAIL' and out.endswith('FAIL\n')
+  assert any(test['rejected'] for test in report['tests'])
+
+
 def test_a_mistake_is_one_line_and_code_2(run):
   here = f'--workdir={run}'
   cases = [
@@ -147,6 +198,10 @@ def test_a_mistake_is_one_line_and_code_2(run):
       ['eval/speedup.py', here, '--draft=other'],
       'no other yet: run `python train',
     ),
+    (['eval/losslessness.py', here, '--num_tokens=0'], '--num_tokens is 0'),
+    (['eval/losslessness.py', here, '--sequences=-1'], '--sequences is -1'),
+    (['eval/losslessness.py', here, '--verify=x'], "there is no rule 'x'"),
+    (['eval/losslessness.py', here, '--k=-1'], 'the draft length is -1'),
     (
       ['eval/speedup.py', here, '--config.target.width=8'],
       'target.width: 32 -> 8',

@@ -34,7 +34,33 @@ RECORDS = [{'step': s, 'loss': 3 / (s + 1)} for s in range(40)] + [
 WEIGHTS = [math.inf, 0, 1, 0.1]  # not in order
 ACCEPTANCE = np.array([[0.8, 0.5, 0.7, 0.6], [0.7, 0.6, 0.8, 0.6]])
 
+CERTIFICATE = [
+  {'arm': arm, 'name': name, 'z': z, 'threshold': 0.001, 'rejected': z > 4}
+  for arm, scores in (('speculative', (0.5, math.inf)), ('plain', (1.0, 0.2)))
+  for name, z in zip(('KS', 'draft direction'), scores, strict=True)
+]
+TRANSFORMS = {
+  'speculative': np.linspace(0, 1, 400) ** 1.5,
+  'plain': np.linspace(0, 1, 500),
+}
+DISPLAY = [
+  {
+    'arm': arm,
+    'distances': [
+      {'n': n, 'tv': tv, 'tv_low': tv - 0.1, 'tv_high': tv + 0.1}
+      for n in (1, 2)
+    ],
+  }
+  for arm, tv in (('speculative', 0.3), ('plain', 0.0))
+]
+
 PICTURES = {
+  'losslessness': lambda path: plots.losslessness(
+    path, TRANSFORMS, CERTIFICATE, DISPLAY
+  ),
+  'losslessness without display': lambda path: plots.losslessness(
+    path, TRANSFORMS, CERTIFICATE
+  ),
   'speedup': lambda path: plots.speedup_by_k(path, SWEEP),
   'depth': lambda path: plots.acceptance_by_depth(
     path, {'T = 0': [0.9, 0.8, 0.7], 'T = 1': [0.6, None]}
@@ -119,6 +145,26 @@ def test_the_best_k_of_each_curve_is_named(tmp_path, figure):
   top = max(row['speedup_max'] for row in SWEEP)
   renderer_box = one.texts[-1].get_window_extent()
   assert one.transData.inverted().transform(renderer_box)[0, 1] > top
+
+
+def test_a_rejected_test_stands_beyond_the_threshold(tmp_path, figure):
+  PICTURES['losslessness'](tmp_path / 'x.png')
+  curves, points, bars = figure().axes
+  curve, edge = curves.lines[-4].get_ydata(), curves.lines[-1].get_ydata()
+  assert abs(curve).max() > edge[0] > 0  # a law that is not uniform
+  speculative, plain, threshold = points.lines
+  assert threshold.get_xdata()[0] == pytest.approx(3.29, abs=0.01)
+  # What is infinite is drawn at the end of the axis.
+  assert speculative.get_xdata()[1] == pytest.approx(2 * 3.29, abs=0.01)
+  np.testing.assert_allclose(plain.get_xdata(), [1.0, 0.2])
+  assert [t.get_text() for t in points.get_yticklabels()] == [
+    'KS',
+    'draft direction',
+  ]
+  assert [t.get_text() for t in bars.get_xticklabels()] == [
+    '1-grams',
+    '2-grams',
+  ]
 
 
 def test_importing_changes_no_backend():

@@ -1,0 +1,263 @@
+"""Certifies that what a run's decoder writes has the law of its target.
+
+    python eval/losslessness.py
+    python eval/losslessness.py --drafter=ngram --verify=block
+
+Without arguments it takes the newest run. Says PASS, with exit code 0, or FAIL,
+with 1; a lossy rule is called so, is reported with what it changes, and never
+passes. `specjax.certify` explains the tests and what they cannot see. It writes
+`losslessness.json` and `losslessness.png` into the run.
+"""
+
+import dataclasses
+import time
+
+import jax
+import rich.box
+import rich.console
+import rich.table
+from absl import flags
+from flax import nnx
+
+from specjax import certify, experiment, metrics, plots, runs, verify, warps
+from specjax.certify import tiers
+from specjax.models.transformer import Transformer
+from specjax.workspace import PROPOSERS, Workspace
+
+NUM_TOKENS = flags.DEFINE_integer(
+  'num_tokens', 20_000, 'to test, of each arm; more see smaller faults'
+)
+SEQUENCES = flags.DEFINE_integer(
+  'sequences', 10_000, 'short ones of each arm to display; 0 shows none'
+)
+DRAFTER = flags.DEFINE_enum(
+  'drafter', 'model', PROPOSERS, 'model: the distilled draft'
+)
+DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
+VERIFY = flags.DEFINE_string(
+  'verify',
+  None,
+  'a rule of specjax.verify, or module:function (default: config.decode)',
+)
+TEMPERATURE = flags.DEFINE_float(
+  'temperature', None, '0 is greedy (default: config.decode)'
+)
+K = flags.DEFINE_integer('k', None, 'draft length (default: config.decode)')
+SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
+
+FEWEST = 1000  # tokens, so that 64 cells are filled at every lag
+PROMPTS, EACH = 8, 4  # a batch is 4 rows of each of 8 prompts
+# The display: first tokens behind short prompts, where laws are flat.
+SHOWN = {'each': 8, 'max_new_tokens': 4}
+SHOWN_PROMPTS, SHOWN_LENGTH = 4, 4
+# Batched products in bfloat16 are slow on a CPU: just enough for some ties.
+HALF = {'each': 2, 'max_new_tokens': 32}
+HALF_PROMPTS = 2
+
+
+def main(config, folder):
+  """Measures, writes, prints."""
+  config = config.to_dict()
+  for flag, key in (
+    (TEMPERATURE, 'temperature'),
+    (K, 'k'),
+    (VERIFY, 'verify'),
+  ):
+    if flag.value is not None:
+      config['decode'][key] = flag.value
+  check(config['decode'])
+  rule = verify.find(config['decode']['verify'])
+  workspace = Workspace.look_at(folder, config)
+  report, transforms = measure(workspace, rule)
+  runs.write_json(folder / 'losslessness.json', runs.portable(report))
+  picture = plots.losslessness(
+    folder / 'losslessness.png',
+    transforms,
+    report['tests'],
+    report['display'],
+    f'{report["drafter"]}, {report["rule"]}: {report["verdict"]}',
+  )
+  show(report)
+  print('picture:', picture)
+  print('numbers:', folder / 'losslessness.json')
+  print(report['verdict'])
+  return 0 if report['verdict'] == 'PASS' else 1
+
+
+def check(decode):
+  """Refuses what cannot be measured, before any work."""
+  warps.temperature(decode['temperature'])
+  if decode['k'] < 0:
+    raise ValueError(f'the draft length is {decode["k"]}: at least 0')
+  if NUM_TOKENS.value < FEWEST:
+    raise ValueError(
+      f'--num_tokens is {NUM_TOKENS.value}: the tests need at least {FEWEST}'
+    )
+  if SEQUENCES.value < 0:
+    raise ValueError(f'--sequences is {SEQUENCES.value}: 0 or more')
+
+
+def measure(workspace, rule):
+  """The report, and the transforms of both arms, to draw."""
+  start = time.perf_counter()
+  c = workspace.config['decode']
+  warp = warps.temperature(c['temperature'])
+  subject = tiers.Subject(
+    workspace.target(),
+    workspace.proposer(DRAFTER.value, DRAFT.value, warp),
+    rule,
+    warp,
+    direction(workspace, warp),
+    jax.random.key(SEED.value),
+  )
+  prompts = workspace.prompts('test', PROMPTS, c['prompt_length'])
+  # Rows with room for two rounds have pairs of tokens K + 1 apart.
+  new = max(c['max_new_tokens'], 2 * (c['k'] + 1))
+  rows = {'each': EACH, 'max_new_tokens': new}
+  batches = -(-NUM_TOKENS.value // (PROMPTS * EACH * new))
+  tests, seen, text = tiers.against_the_law(
+    subject, prompts, lags=c['k'] + 1, batches=batches, **rows
+  )
+  equal = tiers.with_equal_seeds(subject, prompts, **rows)
+  half = subject._replace(target=in_bfloat16(subject.target))
+  near = tiers.with_equal_seeds(half, prompts[:HALF_PROMPTS], **HALF)
+  display = []
+  if SEQUENCES.value:
+    display = tiers.against_plain_text(
+      subject,
+      workspace.prompts('test', SHOWN_PROMPTS, SHOWN_LENGTH),
+      batches=-(-SEQUENCES.value // (SHOWN_PROMPTS * SHOWN['each'])),
+      **SHOWN,
+    )
+
+  lossy = c['verify'] in verify.LOSSY
+  verdict = 'PASS' if tiers.exact(tests, equal) else 'FAIL'
+  plain, other = seen[tiers.PLAIN], seen[tiers.SPECULATIVE]
+  moved, half_width = certify.leak(other)
+  report = {
+    'verdict': 'LOSSY' if lossy else verdict,
+    'drafter': DRAFTER.value,
+    'draft': DRAFT.value,
+    'rule': c['verify'],
+    'k': c['k'],
+    'temperature': c['temperature'],
+    'tokens': int(other.p.size),
+    **metrics.summarize(*text[tiers.SPECULATIVE]),
+    'level': certify.LEVEL,
+    'tests': [test._asdict() | {'z': test.z} for test in tests],
+    'power': certify.POWER,
+    'detectable_leak': certify.detectable_leak(plain, len(tests)),
+    'tv_of_draft': float(plain.tv.mean()),
+    'leak': moved,
+    'leak_half_width': half_width,
+    'equal_seeds': equal,
+    'equal_seeds_bfloat16': near,
+    'display': display,
+    'seconds': time.perf_counter() - start,
+    'device': runs.device(),
+    'versions': runs.versions(),
+    'config': workspace.config,
+  }
+  return report, {arm: certify.pit(found) for arm, found in seen.items()}
+
+
+def direction(workspace, warp):
+  """Whose law to look for leaks of: the draft's, or that of what it copies."""
+  if DRAFTER.value in ('ngram', 'none'):
+    return certify.Replayed(workspace.proposer(DRAFTER.value, '', warp))
+  return workspace.drafter(DRAFT.value.split(',')[0], warp)
+
+
+def in_bfloat16(target):
+  """The target with weights and caches of bfloat16."""
+  config = dataclasses.replace(target.config, dtype='bfloat16')
+  like = jax.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+  kinds, structure = jax.tree.flatten(like)
+  leaves = zip(jax.tree.leaves(target), kinds, strict=True)
+  return jax.tree.unflatten(structure, [x.astype(y.dtype) for x, y in leaves])
+
+
+def show(report):
+  """Prints the tests, what they can see, and what does not decide."""
+  console = rich.console.Console(highlight=False)
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+  )
+  table.add_column('test')
+  for arm in tiers.ARMS:
+    for column in (arm, 'p-value', 'Holm'):
+      table.add_column(column, justify='right')
+  both = ([t for t in report['tests'] if t['arm'] == a] for a in tiers.ARMS)
+  for pair in zip(*both, strict=True):
+    cells = [pair[0]['name']]
+    for test in pair:
+      mark = '[bold red]' if test['rejected'] else '[default]'
+      cells += [
+        f'{test["statistic"]:.3g}',
+        f'{mark}{test["p_value"]:.2g}[/]',
+        f'{test["threshold"]:.1e}',
+      ]
+    table.add_row(*cells)
+  print(
+    f'{report["tokens"]:,} tokens of either arm against the exact law;'
+    f' {report["tokens_per_round"]:.2f} tokens per round'
+  )
+  console.print(table)
+  print(power(report))
+  print(
+    f'moved towards the draft by {report["leak"]:+.4f} ±'
+    f' {report["leak_half_width"]:.4f} per token; the mean TV is at least that'
+  )
+  for found in report['equal_seeds']:
+    print(equal_seeds(found))
+  for found in report['equal_seeds_bfloat16']:
+    print(equal_seeds(found), '(bfloat16, which does not decide)')
+  for row in report['display']:
+    print(distances(row))
+  if report['verdict'] == 'LOSSY':
+    print(f"{report['rule']} is lossy: its law is not the target's")
+
+
+def power(report) -> str:
+  """What the tests would have caught."""
+  delta, tv = report['detectable_leak'], report['tv_of_draft']
+  if delta > tv:
+    return (
+      'no leak would be caught: the draft is too near, or the text too short'
+    )
+  return (
+    f'caught with probability {report["power"]:.0%}: a leak (1 - e)p + eq of'
+    f' mean TV {delta:.4f} per token (e = {delta / tv:.3f})'
+    + (', but no fault on one token in a thousand' if delta > 1e-3 else '')
+  )
+
+
+def equal_seeds(found) -> str:
+  """How text compares with plain text of equal seeds."""
+  count = len(found['mismatches'])
+  if not count:
+    return f'{found["kind"]}: all {found["rows"]} rows are plain text'
+  return (
+    f'{found["kind"]}: {count} of {found["rows"]} rows leave plain text, at'
+    f' margins up to {found["widest_margin"]:.2g}'
+  )
+
+
+def distances(row) -> str:
+  """One pair of arms in the usual display."""
+  lines = [f'plain against {row["arm"]}, {row["sequences"]:,} sequences']
+  lines += [
+    f'{x["n"]}-grams: KL {x["kl"]:+.4f} [{x["kl_low"]:+.4f},'
+    f' {x["kl_high"]:+.4f}], TV {x["tv"]:+.4f} [{x["tv_low"]:+.4f},'
+    f' {x["tv_high"]:+.4f}]'
+    for x in row['distances']
+  ]
+  ks = row['log_probability']
+  lines.append(
+    f'log-probability: KS {ks["statistic"]:.3f}, p {ks["p_value"]:.2g}'
+  )
+  return '\n  '.join(lines)
+
+
+if __name__ == '__main__':
+  experiment.app(main)

@@ -1,0 +1,202 @@
+"""The parts of a certificate: whole pieces of work, with progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import generation, logs, verify, warps
+from specjax.certify import bits, decisions, display, samples
+from specjax.drafters.none import NoDrafter
+from specjax.types import Drafter, Key, LanguageModel, Trainable, Verifier, Warp
+
+SPECULATIVE, PLAIN = ARMS = 'speculative', 'plain'
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Subject(NamedTuple):
+  """What is certified.
+
+  Attributes:
+    target: the model whose law the output shall have.
+    drafter: proposes.
+    verifier: the rule.
+    warp: the target's sampling transform.
+    direction: the law to look for leaks of; see `samples.observe`.
+    key: all text is drawn with keys made from it.
+  """
+
+  target: LanguageModel
+  drafter: Drafter
+  verifier: Verifier
+  warp: Warp
+  direction: Trainable
+  key: Key
+
+  def stream(self, number: int) -> Key:
+    """The key of one sample; equal numbers give equal seeds."""
+    return jax.random.fold_in(self.key, number)
+
+  def sample(
+    self, arm: str, prompts: Prompts, stream: int, **settings: Any
+  ) -> list[generation.Result]:
+    """Text of an arm; see `samples.sample`."""
+    drafter, verifier = self.drafter, self.verifier
+    if arm == PLAIN:
+      drafter, verifier = NoDrafter(), verify.rejection
+    return samples.sample(
+      self.target,
+      drafter,
+      prompts,
+      key=self.stream(stream),
+      verifier=verifier,
+      warp=self.warp,
+      **settings,
+    )
+
+  def observe(self, results, done) -> samples.Evidence:
+    """What the target says of it; see `samples.observe`."""
+    return samples.observe(
+      self.target,
+      results,
+      warp=self.warp,
+      direction=self.direction,
+      done=done,
+    )
+
+
+def against_the_law(
+  subject: Subject,
+  prompts: Prompts,
+  *,
+  lags: int,
+  batches: int,
+  each: int,
+  max_new_tokens: int,
+) -> tuple[
+  list[decisions.Test],
+  dict[str, samples.Evidence],
+  dict[str, list[generation.Result]],
+]:
+  """The tests that decide.
+
+  Args:
+    subject: what to certify.
+    prompts: to be continued.
+    lags: K + 1; see `decisions.decide`.
+    batches: of each arm.
+    each: rows of each prompt in a batch, even.
+    max_new_tokens: of each row.
+
+  Returns:
+    The tests of both arms, and by arm the evidence and the text.
+  """
+  seen, text = {}, {}
+  size = {'batches': batches, 'each': each, 'max_new_tokens': max_new_tokens}
+  with logs.Progress(4 * batches, 'tests', unit='batches') as bar:
+    for i, arm in enumerate(ARMS):
+      text[arm] = subject.sample(arm, prompts, i, done=bar.advance, **size)
+      seen[arm] = subject.observe(text[arm], bar.advance)
+  return decisions.decide(seen, lags), seen, text
+
+
+def with_equal_seeds(
+  subject: Subject, prompts: Prompts, *, each: int, max_new_tokens: int
+) -> list[dict[str, Any]]:
+  """Greedy text, and that of `sampler_match`, against plain text.
+
+  Args:
+    subject: what to certify.
+    prompts: to be continued.
+    each: rows of each prompt, even.
+    max_new_tokens: of each row.
+
+  Returns:
+    For both: `kind`, `rows`, `mismatches` and `widest_margin` among them, 0
+    where there is none.
+  """
+  size = {'batches': 1, 'each': each, 'max_new_tokens': max_new_tokens}
+  keys = samples.row_keys(subject.stream(0), 0, each * len(prompts))
+  cases = {
+    'greedy': (subject._replace(warp=warps.Temperature(0.0)), None),
+    'sampler_match': (subject._replace(verifier=verify.sampler_match), keys),
+  }
+  found = []
+  with logs.Progress(2 * len(cases), 'equal seeds', unit='batches') as bar:
+    for kind, (case, keys) in cases.items():
+      other, plain = (
+        case.sample(arm, prompts, 0, done=bar.advance, **size)[0]
+        for arm in ARMS
+      )
+      mismatches = bits.first_mismatches(
+        case.target, plain, other, warp=case.warp, keys=keys
+      )
+      found.append(
+        {
+          'kind': kind,
+          'rows': len(plain.tokens),
+          'mismatches': mismatches,
+          'widest_margin': max((x['margin'] for x in mismatches), default=0.0),
+        }
+      )
+  return found
+
+
+def against_plain_text(
+  subject: Subject,
+  prompts: Prompts,
+  *,
+  batches: int,
+  each: int,
+  max_new_tokens: int,
+) -> list[dict[str, Any]]:
+  """The usual display, with plain against plain beside it.
+
+  Args:
+    subject: what to certify.
+    prompts: a few, short ones.
+    batches: of each arm.
+    each: rows of each prompt in a batch, even.
+    max_new_tokens: a few: every place has a table.
+
+  Returns:
+    For the speculative arm and for a second plain one: `arm`, `sequences`,
+    `distances` as `compare` gives, and `log_probability` as
+    `compare_log_probability` does.
+  """
+  size = {'batches': batches, 'each': each, 'max_new_tokens': max_new_tokens}
+
+  def by_prompt(rows: np.ndarray) -> np.ndarray:
+    """`[batches * P * each, ...]` to `[P, S, ...]`."""
+    rows = rows.reshape(batches, len(prompts), each, *rows.shape[1:])
+    rows = rows.swapaxes(0, 1)
+    return rows.reshape(len(prompts), batches * each, *rows.shape[3:])
+
+  text, scores = [], []
+  with logs.Progress(6 * batches, 'display', unit='batches') as bar:
+    for i, arm in enumerate((PLAIN, SPECULATIVE, PLAIN), 2):
+      results = subject.sample(arm, prompts, i, done=bar.advance, **size)
+      p = subject.observe(results, bar.advance).p
+      text.append(by_prompt(np.concatenate([r.new_tokens() for r in results])))
+      # A token of probability 0 may be a rounded one: it has the least.
+      scores.append(by_prompt(np.log(np.maximum(p, 1e-38)).sum(1)))
+  return [
+    {
+      'arm': name,
+      'sequences': len(prompts) * batches * each,
+      'distances': display.compare(text[0], text[i]),
+      'log_probability': display.compare_log_probability(scores[0], scores[i]),
+    }
+    for i, name in ((1, SPECULATIVE), (2, PLAIN))
+  ]
+
+
+def exact(tests: Sequence[decisions.Test], equal: Sequence[Mapping]) -> bool:
+  """Whether nothing was found: no rejection, and no mismatch but near-ties."""
+  return not any(test.rejected for test in tests) and all(
+    row['widest_margin'] <= bits.NEAR_TIE for row in equal
+  )
