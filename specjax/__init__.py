@@ -26,6 +26,7 @@ from specjax.types import (
   Verdict,
   Verifier,
   Warp,
+  pytree,
 )
 from specjax.verify import (
   block,
@@ -75,6 +76,7 @@ __all__ = [
   'generate',
   'k_seq',
   'prefill',
+  'pytree',
   'rejection',
   'sampler_match',
   'step',

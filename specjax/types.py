@@ -10,13 +10,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 import jax
 
 Array = jax.Array
+T = TypeVar('T')
 Key = jax.Array
 Warp = Callable[[Array], Array]  # logits -> logits; a pytree with scalar leaves
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: type[T]) -> type[T]:
+  """Makes a frozen dataclass whose fields are leaves, or structure if `static`.
+
+  Like `jax.tree_util.register_dataclass`, under which however two classes with
+  equally many fields have equal structures (in jax 0.10 and 0.12): a cache of
+  compiled programs may then hand one class the program of another. Here the
+  class is part of the structure.
+
+  Args:
+    cls: its fields are pytrees of leaves, or have `metadata={'static': True}`
+      and are hashable and part of the structure.
+  """
+  cls = dataclasses.dataclass(frozen=True)(cls)
+  fields = dataclasses.fields(cls)
+  static = [f.name for f in fields if f.metadata.get('static')]
+  leaves = [f.name for f in fields if not f.metadata.get('static')]
+  keys = [jax.tree_util.GetAttrKey(name) for name in leaves]
+
+  def structure(x):
+    return cls, tuple(getattr(x, name) for name in static)
+
+  def flatten(x):
+    return [getattr(x, name) for name in leaves], structure(x)
+
+  def flatten_with_keys(x):
+    children, aux = flatten(x)
+    return list(zip(keys, children, strict=True)), aux
+
+  def unflatten(aux, children):
+    # Not by `cls(...)`: what takes a leaf's place in JAX need not be valid.
+    x = object.__new__(cls)
+    values = [*aux[1], *children]
+    for name, value in zip([*static, *leaves], values, strict=True):
+      object.__setattr__(x, name, value)
+    return x
+
+  jax.tree_util.register_pytree_with_keys(
+    cls, flatten_with_keys, unflatten, flatten
+  )
+  return cls
 
 
 class Block(NamedTuple):
@@ -32,8 +76,7 @@ class Block(NamedTuple):
   parents: Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Draft:
   """A proposal: a chain or tree of tokens and the laws they were drawn from.
 

@@ -8,21 +8,13 @@ Nothing here sorts the vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Warp
+from specjax.types import Array, Warp, pytree
 
 
-def _warp(cls):
-  return jax.tree_util.register_dataclass(
-    dataclasses.dataclass(frozen=True)(cls)
-  )
-
-
-@_warp
+@pytree
 class Greedy:
   """All mass on the first maximum: the same rules then match exactly."""
 
@@ -35,7 +27,7 @@ class Greedy:
     return jnp.where(chosen, jnp.where(broken, jnp.nan, 0.0), -jnp.inf)
 
 
-@_warp
+@pytree
 class Temperature:
   """Divides logits by a scalar `temperature`; at 0 it is `Greedy`.
 
@@ -60,7 +52,7 @@ class Temperature:
 UNCHANGED = Temperature(1.0)
 
 
-@_warp
+@pytree
 class TopK:
   """Keeps the `k` largest logits, and all that tie with the smallest kept."""
 
@@ -77,7 +69,7 @@ class TopK:
     return _keep(logits, order >= _last(enough, order))
 
 
-@_warp
+@pytree
 class TopP:
   """Keeps each token whose strictly more probable tokens hold less than `p`.
 
@@ -104,7 +96,7 @@ class TopP:
     return _keep(logits, nucleus | (jnp.asarray(self.p) >= 1))
 
 
-@_warp
+@pytree
 class MinP:
   """Keeps tokens at least `p` times as probable as the most probable one.
 
@@ -120,7 +112,7 @@ class MinP:
     return _keep(logits, logits >= floor)
 
 
-@_warp
+@pytree
 class _Composed:
   warps: tuple[Warp, ...]
 

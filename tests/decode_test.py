@@ -1,6 +1,5 @@
 """The decoding loop on the oracle, where everything can be compared exactly."""
 
-import dataclasses
 import functools
 
 import jax
@@ -15,7 +14,7 @@ from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.models.markov import Markov
-from specjax.types import Draft
+from specjax.types import Draft, pytree
 from specjax.warps import Temperature
 
 V = 11
@@ -262,8 +261,7 @@ def test_a_row_that_is_done_does_not_change():
   assert len(set(rounds)) > 2
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Scripted:
   """On `CYCLE`: right and valid where told; remembers its keys."""
 
@@ -435,8 +433,7 @@ def test_a_nan_law_ends_its_row_and_is_named():
 by_number = toys.jit(decode.advance, donate_argnums=5)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class OneOf:
   """All rules in one program, of which one counts."""
 

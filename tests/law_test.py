@@ -25,7 +25,7 @@ from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.models.markov import Markov
-from specjax.types import Draft
+from specjax.types import Draft, pytree
 
 PROMPTS = [2], [0, 1, 2]  # ragged, and one is shorter than the order
 STEPS = 4
@@ -33,12 +33,6 @@ ROWS = 16_000  # per prompt
 TARGET = oracles.table(4, 2, 3, 1.5)
 DRAFT = oracles.table(54, 1, 3, 2.0)
 NEVER = (3,)  # an end id outside the vocabulary
-
-
-def component(cls):
-  return jax.tree_util.register_dataclass(
-    dataclasses.dataclass(frozen=True)(cls)
-  )
 
 
 @jax.jit
@@ -98,7 +92,7 @@ class Leaky(Markov):
     return super().commit(cache, rows, kept | leaks, chain)
 
 
-@component
+@pytree
 class Stale(ModelDrafter):
   """Claims, if stale, the model's law, whatever the warp it drew with."""
 
@@ -113,7 +107,7 @@ class Stale(ModelDrafter):
     return dataclasses.replace(draft, logits=logits), memory
 
 
-@component
+@pytree
 class Faulty:
   """`rejection`, with its law replaced by that of a fault."""
 
@@ -188,7 +182,7 @@ def test_rejection_has_the_law_of_the_target_behind_any_drafter(drafter):
   assert p_value(Markov(TARGET), drafter, Faulty(NO_FAULT)) >= 1e-4
 
 
-@component
+@pytree
 class Wary:
   """Drafts only where the draft it last lost there began with token 0.
 
@@ -227,7 +221,7 @@ class Wary:
 BY_ROUND, BY_POSITION, BY_TARGET = range(3)
 
 
-@component
+@pytree
 class Either:
   """`sampler_match` or `rejection`."""
 
@@ -255,7 +249,7 @@ def test_only_sampler_match_may_share_the_key_of_draft_and_final_draw():
   assert wary(BY_ROUND, match=True) >= 1e-4
 
 
-@component
+@pytree
 class Block:
   """Block verification, which tests behind a failed test."""
 
@@ -280,7 +274,7 @@ def everywhere(law):
   return np.tile(oracles.log(law), (len(law), 1))
 
 
-@component
+@pytree
 class KeyedAlike(ModelDrafter):
   """Draws, if told so, with the key that the target draws with there."""
 
@@ -293,7 +287,7 @@ class KeyedAlike(ModelDrafter):
     return jnp.where(self.alike, shared, own)
 
 
-@component
+@pytree
 class UniformTwice:
   """Picks, if told so, the replacement with the uniform that rejected."""
 
@@ -335,7 +329,7 @@ def test_a_recovery_with_noise_that_was_used_has_this_other_law(
   assert oracles.p_value(first_tokens(*faults), wrong) >= 1e-4
 
 
-@component
+@pytree
 class Unwarped:
   """`rejection`, tested, if told so, with a law that skipped the warp."""
 

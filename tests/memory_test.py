@@ -15,15 +15,14 @@ import toys
 
 from specjax import decode, verify, warps
 from specjax.drafters.model import ModelDrafter
-from specjax.types import Block, Drafter
+from specjax.types import Block, Drafter, pytree
 
 V, T, B = 7, 512, 2
 LENGTHS = (0, 1, 2, 4, 8)  # draft lengths
 NEVER = V  # an end token that no row can emit
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Forced:
   """A drafter of which only so many nodes per row are valid."""
 

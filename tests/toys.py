@@ -10,7 +10,7 @@ from flax import nnx
 
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.types import Draft
+from specjax.types import Draft, pytree
 
 # Compiles in half the time; the instructions are the same, and slower.
 QUICK = {'xla_backend_optimization_level': 0}
@@ -44,8 +44,7 @@ def markov(seed=0, order=1, vocab=5, scale=1.0):
   return Markov(scale * rng.normal(size=(vocab,) * (order + 1)))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Scripted:
   """Proposes a known text, with a wrong token in some places.
 

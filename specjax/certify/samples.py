@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from specjax.types import (
   Trainable,
   Verifier,
   Warp,
+  pytree,
 )
 
 RARE = 0.1  # tokens below this share of 1 / V are rare
@@ -64,8 +64,7 @@ class Evidence(NamedTuple):
   p_twin: np.ndarray
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Replayed:
   """The direction of a drafter without a law to score: what it proposes.
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from specjax import trees
 from specjax.drafters import model
-from specjax.types import Block, Draft
+from specjax.types import Block, Draft, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Committee:
   """Hangs the chains of its members off the pending token.
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 
 from specjax import draws
 from specjax.drafters import model
+from specjax.types import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class CoupledDrafter(model.ModelDrafter):
   """Guesses the target's own draw at each position.
 

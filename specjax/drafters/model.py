@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax import draws, warps
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.types import Array, Block, Draft, LanguageModel, Warp
+from specjax.types import Array, Block, Draft, LanguageModel, Warp, pytree
 
 # Tokens fed at a time. After a fully accepted round two are new to the draft:
 # its own last one, which it drew but never read, and the bonus. The same pass,
@@ -30,8 +30,7 @@ class ModelMemory(NamedTuple):
   fed: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class ModelDrafter:
   """Samples a chain of `k` tokens from a draft model.
 

@@ -7,11 +7,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Draft
+from specjax.types import Array, Draft, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class NGram:
   """Copies the continuation of the longest, then latest, earlier match.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 
-from specjax.types import Draft
+from specjax.types import Draft, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class NoDrafter:
   """Proposes nothing and remembers nothing."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax import draws, trees
 from specjax.drafters import model
-from specjax.types import Array, Block, Draft
+from specjax.types import Array, Block, Draft, pytree
 
 
 class TreeMemory(NamedTuple):
@@ -29,8 +29,7 @@ class TreeMemory(NamedTuple):
   fed: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class TreeDrafter(model.ModelDrafter):
   """Samples a tree from a draft model; `k` is its depth.
 
