@@ -13,7 +13,7 @@ import oracles
 import pytest
 import toys
 from flax import nnx
-from law_test import Block, component
+from law_test import Block
 from scipy import stats
 
 from specjax import certify, decode, draws, verify, warps
@@ -22,7 +22,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer
-from specjax.types import Draft
+from specjax.types import Draft, pytree
 
 PROMPTS = [2], [0, 1, 2]
 VOCAB, K, NEW, EACH = 6, 3, 32, 16  # a batch is 1 024 tokens
@@ -51,7 +51,7 @@ class Target(Markov):
 UNCUT, STALE = 1, 2
 
 
-@component
+@pytree
 class Drafter:
   """A chain from a table that stops behind token 0, with a drafter's faults."""
 
@@ -95,7 +95,7 @@ class Drafter:
 ONE_KEY, ARGMAX, DROPPED = 1, 2, 3
 
 
-@component
+@pytree
 class Rule:
   """`rejection` with a rule's faults."""
 
@@ -219,7 +219,7 @@ def test_accept_noise_keyed_by_position_fails_under_block_verification():
   assert rejected(block(True))
 
 
-@component
+@pytree
 class UntilItFails:
   """Block verification that stops, if it is faulty, at its first failure."""
 
@@ -246,7 +246,7 @@ def test_block_verification_that_stops_at_its_first_failure_fails():
   assert rejected(block(True))
 
 
-@component
+@pytree
 class Forgetful(TreeDrafter):
   """Claims, if it is faulty, one law for siblings that cannot be equal."""
 

@@ -309,6 +309,19 @@ def test_siblings_beyond_the_support_are_invalid():
   assert (result.length - result.prompt_length == 10).all()
 
 
+@pytest.mark.parametrize('k', [0, 1])
+def test_the_shortest_trees(k):
+  drafter = TreeDrafter(MODEL, k, branching=(2, 2))
+  result = generation.generate(
+    Markov(law_test.TARGET),
+    drafter,
+    [[0], [1, 2]],
+    key=jax.random.key(0),
+    max_new_tokens=5,
+  )
+  assert [len(row) for row in result.new_tokens()] == [5, 5]
+
+
 def test_bad_shapes_are_refused():
   with pytest.raises(ValueError, match='at least 1 child'):
     TreeDrafter(MODEL, 2, branching=(2, 0))

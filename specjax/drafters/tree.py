@@ -60,10 +60,11 @@ class TreeDrafter(model.ModelDrafter):
   def init(self, target, batch, size):
     """An empty cache; see `ModelDrafter.init`."""
     cache = super().init(target, batch, size).cache
-    inner = sum(self._widths[:-1])
-    block = Block(jnp.zeros((batch, inner), jnp.int32))
-    shapes = jax.eval_shape(self.model.extend, block, cache)[1]
-    rows = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    inner, rows = sum(self._widths[:-1]), ()
+    if inner:
+      block = Block(jnp.zeros((batch, inner), jnp.int32))
+      shapes = jax.eval_shape(self.model.extend, block, cache)[1]
+      rows = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return TreeMemory(cache, rows, jnp.zeros(batch, bool))
 
   def propose(self, target, cache, memory, keys, tokens, length):
