@@ -332,13 +332,19 @@ class Survey(NamedTuple):
   tokens_per_round: list[float]
 
 
-def survey(case: Case, tables: int, dtype: str = 'float32') -> Survey:
+def survey(
+  case: Case,
+  tables: int,
+  dtype: str = 'float32',
+  rule: Verifier | None = None,
+) -> Survey:
   """Enumerates a case on random tables, the same for every rule.
 
   Args:
     case: which.
     tables: how many, at most as many as the case has.
     dtype: 'float32', or 'float64' under `jax_enable_x64`.
+    rule: instead of the case's.
   """
   tables = min(tables, case.tables)
   worst, tokens = 0.0, []
@@ -350,7 +356,7 @@ def survey(case: Case, tables: int, dtype: str = 'float32') -> Survey:
     p = random_laws(rng, case.vocab, depth + 1, zeros)
     q = random_laws(rng, case.vocab, depth, zeros * (seed % 4 > 1))
     got = enumerate_rule(
-      verify.RULES[case.rule],
+      rule or verify.RULES[case.rule],
       p,
       None if case.points else q,
       case.branching,

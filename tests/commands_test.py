@@ -54,6 +54,13 @@ def test_from_text_to_a_measured_speedup(page, tmp_path):
   report = json.loads((folder / 'speedup.json').read_text())
   assert f'{report["speedup"]:.2f}x at K = {report["k"]}' in out
 
+  few = '--ks=1,2', '--vocab=50', '--prompts=2'
+  assert '(LOSSY)' in run('eval/rules.py', *few)
+  report = json.loads((folder / 'rules.json').read_text())
+  for row in report['accepted']:
+    assert 0 <= row['rejection'] <= row['block'] + 1e-6 <= row['k'] + 1e-5
+    assert row['block_gain_least'] >= -1e-6
+
   # Another loss into the same folder would mix two experiments.
   code, _, error = scripts.run(
     'train/distill.py', *here, '--config.loss.kl_weight=0.5'
