@@ -26,7 +26,8 @@ test: $(STAMP) ## run the tests but the slow ones
 	$(RUN) -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## run the slow tests
-	$(RUN) -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: there is none
+	$(RUN) -m pytest -q -m slow -n 2 --dist loadscope --ignore tests/overhead_test.py
+	$(RUN) -m pytest -q -m slow tests/overhead_test.py  # timed, so alone
 
 lint: $(STAMP) ## check style and formatting
 	$(VENV)/bin/ruff check .
