@@ -77,8 +77,9 @@ class Checkpoints:
     """
     if step in self.steps():
       return
-    for rest in self.directory.glob('*.orbax-checkpoint-tmp'):
-      shutil.rmtree(rest)  # of a save that was killed
+    for kind in ('orbax-checkpoint-tmp', 'deleted'):
+      for rest in self.directory.glob(f'*.{kind}'):
+        shutil.rmtree(rest)  # of a save that was killed
     flat = {name: _flatten(item)[0] for name, item in items.items()}
     record = {
       'meta': dict(meta or {}),

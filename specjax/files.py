@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 from collections.abc import Iterator
@@ -34,3 +35,27 @@ def atomic(path: str | os.PathLike) -> Iterator[BinaryIO]:
     os.replace(partial, path)
   finally:
     partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+  """Keeps other processes out of a folder that one writes to.
+
+  The lock goes with the process, however it ends.
+
+  Args:
+    folder: made if need be.
+
+  Raises:
+    RuntimeError: another process holds it.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  with open(folder / '.lock', 'w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise RuntimeError(
+        f'another process is training in {folder}: wait for it, or name another'
+        ' folder with --workdir'
+      ) from error
+    yield

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax import files
 from specjax.checkpoint import Checkpoints
 from specjax.distill import TrainState
 from specjax.logs import Logger, Progress
@@ -58,46 +59,51 @@ def fit(
   Raises:
     FloatingPointError: if the loss is not finite; the newest checkpoint is the
       last good one.
+    RuntimeError: if another process trains into the folder.
   """
   checkpoints = Checkpoints(folder)
-  done = checkpoints.latest() or 0
-  if done:
-    saved = checkpoints.restore(done, {'model': state.model, 'opt': state.opt})
-    state = TrainState(**saved, step=state.step + done)
-  if done >= steps:
-    return state
-  with (
-    Logger(log, step=done or -1) as logger,
-    Progress(
-      steps, log.name, initial=done, unit='tokens', scale=tokens
-    ) as progress,
-  ):
-    recent = []
-    for i in progress:
-      state, scalars = step(state, batches[i])
-      recent.append(scalars)
-      due = (i + 1) % every == 0 or i + 1 == steps
-      if not due and len(recent) < LOG_EVERY:
-        continue
-      values = {
-        name: float(np.mean([one[name] for one in recent])) for name in scalars
-      }
-      recent = []
-      if not math.isfinite(values['loss']):
-        raise FloatingPointError(
-          f'the loss is {values["loss"]} by step {i + 1}: lower the learning'
-          f' rate; {folder} keeps step {checkpoints.latest()}'
-        )
-      if due:
-        values.update(evaluate(state.model))
-      logger.write(i + 1, **values)
-      progress.show(**{k: values[k] for k in ('loss', *show) if k in values})
-      if not due:
-        continue
-      checkpoints.save(
-        i + 1,
-        {'model': state.model, 'opt': state.opt},
-        meta,
-        score=score(values),
+  with files.alone(folder):
+    done = checkpoints.latest() or 0
+    if done:
+      saved = checkpoints.restore(
+        done, {'model': state.model, 'opt': state.opt}
       )
-  return state
+      state = TrainState(**saved, step=state.step + done)
+    if done >= steps:
+      return state
+    with (
+      Logger(log, step=done or -1) as logger,
+      Progress(
+        steps, log.name, initial=done, unit='tokens', scale=tokens
+      ) as progress,
+    ):
+      recent = []
+      for i in progress:
+        state, scalars = step(state, batches[i])
+        recent.append(scalars)
+        due = (i + 1) % every == 0 or i + 1 == steps
+        if not due and len(recent) < LOG_EVERY:
+          continue
+        values = {
+          name: float(np.mean([one[name] for one in recent]))
+          for name in scalars
+        }
+        recent = []
+        if not math.isfinite(values['loss']):
+          raise FloatingPointError(
+            f'the loss is {values["loss"]} by step {i + 1}: lower the learning'
+            f' rate; {folder} keeps step {checkpoints.latest()}'
+          )
+        if due:
+          values.update(evaluate(state.model))
+        logger.write(i + 1, **values)
+        progress.show(**{k: values[k] for k in ('loss', *show) if k in values})
+        if not due:
+          continue
+        checkpoints.save(
+          i + 1,
+          {'model': state.model, 'opt': state.opt},
+          meta,
+          score=score(values),
+        )
+    return state

@@ -8,6 +8,8 @@ Nothing here sorts the vocabulary.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -37,6 +39,12 @@ class Temperature:
 
   temperature: float | Array = 1.0
 
+  def __post_init__(self):
+    """Refuses what is no temperature."""
+    t = self.temperature
+    if isinstance(t, int | float) and not 0 <= t < math.inf:
+      raise ValueError(f'temperature is {t}: it must be 0 (greedy) or positive')
+
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
     temperature = jnp.asarray(self.temperature, jnp.float32)
@@ -57,6 +65,11 @@ class TopK:
   """Keeps the `k` largest logits, and all that tie with the smallest kept."""
 
   k: int | Array
+
+  def __post_init__(self):
+    """Refuses to keep nothing."""
+    if isinstance(self.k, int | float) and not self.k >= 1:
+      raise ValueError(f'top-k keeps {self.k} tokens: at least 1')
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
@@ -82,6 +95,11 @@ class TopP:
 
   p: float | Array
 
+  def __post_init__(self):
+    """Refuses what is no mass."""
+    if isinstance(self.p, int | float) and not self.p >= 0:
+      raise ValueError(f'top-p keeps a mass of {self.p}: 0 to 1')
+
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
     order = _order(logits)
@@ -104,6 +122,11 @@ class MinP:
   """
 
   p: float | Array
+
+  def __post_init__(self):
+    """Refuses to keep nothing."""
+    if isinstance(self.p, int | float) and not 0 <= self.p <= 1:
+      raise ValueError(f'min-p is {self.p}: 0 to 1')
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
@@ -133,10 +156,6 @@ def temperature(value: float) -> Warp:
   Raises:
     ValueError: if `value` is negative, infinite or NaN.
   """
-  if not 0 <= value < float('inf'):
-    raise ValueError(
-      f'temperature is {value}: it must be 0 (greedy) or positive'
-    )
   return Temperature(float(value))
 
 

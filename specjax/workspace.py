@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from specjax import (
   files,
   generation,
   runs,
+  settings,
   tokenizers,
   warps,
 )
@@ -76,8 +78,15 @@ class Workspace:
         with the same values; the other sections are recorded anew.
 
     Raises:
-      ValueError: it differs from what the run was made with.
+      ValueError: it makes no sense, or differs from what the run was made
+        with; nothing is written then.
     """
+    settings.check(config)
+    if config['decode']['k'] < 1:
+      raise ValueError(
+        f'decode.k is {config["decode"]["k"]}: a draft is trained for at least'
+        ' one token'
+      )
     frozen = ()
     if checkpoint.Checkpoints(folder / 'target').latest() is not None:
       frozen = TARGET
@@ -106,6 +115,7 @@ class Workspace:
         f'there is no run in {folder}: make one with `python train/distill.py'
         f' --workdir {folder}`'
       )
+    settings.check(config)
     runs.refuse_changes(folder, runs.read_json(path), config, TARGET)
     return cls(folder, config)
 
@@ -163,9 +173,15 @@ class Workspace:
 
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it."""
-    return _build_drafter(
+    drafter = _build_drafter(
       self.draft_config, self.tokenizer.vocab_size, nnx.Rngs(seed)
     )
+    if not jax.tree.leaves(drafter):
+      raise ValueError(
+        f'draft.drafter is {self.config["draft"]["drafter"]!r}, which has'
+        ' nothing to train: it needs no distilling'
+      )
+    return drafter
 
   @property
   def draft_config(self) -> dict[str, Any]:
@@ -288,7 +304,12 @@ class Workspace:
       )
       with files.atomic(path) as file:
         np.savez(file, tokens=result.tokens, length=result.length)
-    kept = np.load(path)
+    try:
+      kept = dict(np.load(path))
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+      raise ValueError(
+        f'{path} is damaged ({error}): delete it, it will be written again'
+      ) from error
     rows = [
       row[:end].tolist()
       for row, end in zip(kept['tokens'], kept['length'], strict=True)

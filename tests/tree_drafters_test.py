@@ -12,6 +12,7 @@ from specjax import decode, generation, verify, warps
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
 from specjax.models.markov import Markov
@@ -327,3 +328,27 @@ def test_bad_shapes_are_refused():
     TreeDrafter(MODEL, 2, branching=(2, 0))
   with pytest.raises(ValueError, match='need one length'):
     Committee((ModelDrafter(MODEL, 2), ModelDrafter(MODEL, 3)))
+
+
+@pytest.mark.parametrize(
+  'member',
+  [CoupledDrafter(MODEL, 2), TreeDrafter(MODEL, 2), NGram(2)],
+  ids=['coupled', 'tree', 'ngram'],
+)
+def test_a_committee_is_of_sampled_chains(member):
+  """A coupled member would bias every rule that reads its law."""
+  with pytest.raises(ValueError, match='a committee is of sampled chains'):
+    generation.generate(
+      Markov(law_test.TARGET),
+      Committee((member, member)),
+      [[0]],
+      key=jax.random.key(0),
+      max_new_tokens=4,
+    )
+
+
+def test_more_children_than_tokens():
+  """The law stays: those beyond the vocabulary are invalid."""
+  rule = jax.tree_util.Partial(verify.rejection)
+  drafter = TreeDrafter(MODEL, 1, branching=(5,))
+  assert law_test.p_value(Markov(law_test.TARGET), drafter, rule) >= 1e-4

@@ -609,7 +609,6 @@ def test_coupled_drafts_are_refused_at_trace_time(rule):
     ('block', {'parents': np.zeros((1, 2), np.int32)}, 'verifies chains'),
     ('block', {'siblings': 'iid'}, "not made for siblings='iid'"),
     ('k_seq', {'siblings': 'distinct'}, "not made for siblings='distinct'"),
-    ('k_seq', {}, 'not point masses'),
   ],
 )
 def test_other_drafts_are_refused_at_trace_time(rule, fields, words):

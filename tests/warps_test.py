@@ -204,3 +204,22 @@ def test_a_temperature_is_checked(value):
 
 def test_a_checked_temperature_is_the_warp():
   assert warps.temperature(0) == Temperature(0.0)
+
+
+@pytest.mark.parametrize(
+  ('warp', 'value'),
+  [
+    (TopK, 0),
+    (TopK, -1),
+    (TopP, -1.0),
+    (TopP, float('nan')),
+    (MinP, 2.0),
+    (MinP, -1.0),
+    (Temperature, -1.0),
+    (Temperature, float('inf')),
+    (Temperature, float('nan')),
+  ],
+)
+def test_numbers_that_are_none_are_refused(warp, value):
+  with pytest.raises(ValueError, match=str(value)):
+    warp(value)

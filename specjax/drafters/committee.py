@@ -47,6 +47,12 @@ class Committee:
     k = drafts[0].tokens.shape[1]
     if k == 0:
       return drafts[0], tuple(memories)
+    for draft in drafts:
+      if draft.parents is not None or draft.siblings != 'single':
+        raise ValueError(
+          f'a committee is of sampled chains: a member drafts'
+          f' siblings={draft.siblings!r}'
+        )
     chain = jnp.arange(-1, k - 1)
     parents = [jnp.where(chain < 0, -1, chain + i * k) for i in self._numbers]
     parents = jnp.tile(jnp.concatenate(parents), (tokens.shape[0], 1))
@@ -86,6 +92,11 @@ class Committee:
 
 def build(config, vocab_size, rngs) -> Committee:
   """Reads `k` and, under `models`, the sizes of each member."""
+  if 'models' not in config:
+    raise ValueError(
+      'a committee needs draft.models, the sizes of each member: distil drafts'
+      ' of draft.drafter=model and name them with --draft=one,other instead'
+    )
   return Committee(
     tuple(
       model.build({'model': sizes, 'k': config['k']}, vocab_size, rngs)

@@ -47,6 +47,11 @@ class ModelDrafter:
 
   siblings = 'single'
 
+  def __post_init__(self):
+    """Refuses a negative length."""
+    if self.k < 0:
+      raise ValueError(f'the draft length k is {self.k}: at least 0')
+
   def init(self, target, batch, size):
     """An empty cache.
 

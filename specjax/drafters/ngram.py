@@ -27,6 +27,11 @@ class NGram:
   k: int = dataclasses.field(metadata={'static': True})
   n: int = dataclasses.field(default=3, metadata={'static': True})
 
+  def __post_init__(self):
+    """Refuses a negative length."""
+    if self.k < 0:
+      raise ValueError(f'the draft length k is {self.k}: at least 0')
+
   def init(self, target, batch, size):
     """No memory: the token buffer is all it needs."""
     return ()

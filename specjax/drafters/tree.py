@@ -52,6 +52,8 @@ class TreeDrafter(model.ModelDrafter):
 
   def __post_init__(self):
     """Refuses a node without children."""
+    super().__post_init__()
+    object.__setattr__(self, 'branching', tuple(map(int, self.branching)))
     if any(count < 1 for count in self.branching):
       raise ValueError(
         f'branching is {self.branching}: every depth needs at least 1 child'
@@ -158,7 +160,10 @@ class TreeDrafter(model.ModelDrafter):
 
     def distinct(key, logits):
       noise = jax.random.gumbel(key, (vocab,))
-      best, tokens = jax.lax.top_k(logits.astype(jnp.float32) + noise, count)
+      most = min(count, vocab)  # the others are invalid
+      best, tokens = jax.lax.top_k(logits.astype(jnp.float32) + noise, most)
+      best = jnp.pad(best, (0, count - most), constant_values=-jnp.inf)
+      tokens = jnp.pad(tokens, (0, count - most))
       # A sibling is drawn from what its earlier siblings have left.
       gone = jnp.zeros((count, vocab), bool).at[jnp.arange(count), tokens]
       gone = jnp.cumsum(gone.set(True), 0) - gone.set(True) > 0

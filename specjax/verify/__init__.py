@@ -84,7 +84,7 @@ def find(name: str) -> Verifier:
     return RULES[name]
   module, colon, function = name.partition(':')
   try:
-    if colon:
+    if colon and module:
       return getattr(importlib.import_module(module), function)
   except ModuleNotFoundError as error:
     if not f'{module}.'.startswith(f'{error.name}.'):

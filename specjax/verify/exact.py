@@ -48,19 +48,18 @@ def k_seq(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     noise: `log_u` is consumed, one uniform per node.
     draft: a chain, or a tree of i.i.d. siblings, of which a node's k is the
       number of valid ones. An equal sibling that was merged is still a draw.
+      Point masses are verified as by `rejection`.
     log_p: `[N + 1, V]` target log-probabilities, after the warp.
 
   Returns:
     The verdict.
 
   Raises:
-    ValueError: at trace time, for other siblings or point masses.
+    ValueError: at trace time, for other siblings.
   """
-  parts.require('k_seq', draft, ('single', 'iid'), chain=False)
+  parts.require('k_seq', draft, ('single', 'iid', 'fixed'), chain=False)
   if draft.logits is None:
-    raise ValueError(
-      'k_seq needs the law that was drawn from, not point masses'
-    )
+    return reject(noise, draft, log_p, 0.0)
   n, dtype = draft.tokens.shape[0], log_p.dtype
   if n == 0:
     return parts.nothing(log_p)

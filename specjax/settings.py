@@ -1,0 +1,98 @@
+"""What the values of a configuration must be, checked before anything is done.
+
+A configuration page says what is there and of which type; this says which
+values make sense, so that a mistake costs a line and not a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specjax import drafters, verify
+from specjax.models.transformer import TransformerConfig
+
+# The least value of what counts something, by the last part of its name.
+_LEAST = {
+  'batch': 1,
+  'batches': 1,
+  'eval_every': 1,
+  'eval_windows': 1,
+  'heads': 1,
+  'hidden': 1,
+  'k': 0,
+  'ks': 1,
+  'kv_heads': 1,
+  'layers': 1,
+  'max_new_tokens': 1,
+  'prompt_length': 1,
+  'prompts': 1,
+  'repeats': 1,
+  'seed': 0,
+  'seeds': 1,
+  'sequences': 1,
+  'steps': 1,
+  'tokens': 1,
+  'warmup': 0,
+  'width': 1,
+  'window': 2,
+}
+_POSITIVE = 'clip', 'learning_rate'
+_NOT_NEGATIVE = 'temperature', 'temperatures', 'weight_decay'
+_WEIGHTS = 'kl_weight', 'kl_weights'  # which may be infinite
+
+
+def check(config: Mapping[str, Any]) -> None:
+  """Refuses values that no command could use.
+
+  Args:
+    config: the sections of a page, plain values.
+
+  Raises:
+    ValueError: naming the value and what it must be.
+  """
+  for path, value in _leaves(config):
+    name = path[-1]
+    if isinstance(value, list | tuple) and not value:
+      raise ValueError(f'{".".join(path)} is empty: give at least one value')
+    for one in value if isinstance(value, list | tuple) else [value]:
+      wanted = _wanted(name, one)
+      if wanted:
+        raise ValueError(f'{".".join(path)} is {one}: it must be {wanted}')
+  for section in ('pretrain', 'distill'):
+    training = config.get(section, {})
+    if training and training['warmup'] >= training['steps']:
+      raise ValueError(
+        f'{section}.warmup is {training["warmup"]}: it must be less than'
+        f' {section}.steps, which is {training["steps"]}'
+      )
+  if 'target' in config:
+    TransformerConfig(vocab_size=2, **config['target'])
+  if 'draft' in config:
+    drafters.find(config['draft']['drafter'])
+  if 'verify' in config.get('decode', {}):
+    verify.find(config['decode']['verify'])
+
+
+def _wanted(name: str, value: Any) -> str | None:
+  """What a value should be, if it is not that."""
+  if name in _LEAST and not value >= _LEAST[name]:
+    return f'{_LEAST[name]} or more'
+  if name in _POSITIVE and not 0 < value < math.inf:
+    return 'positive'
+  if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
+    return '0 or positive'
+  if name in _WEIGHTS and not value >= 0:
+    return '0 or more; inf is KL alone'
+  return None
+
+
+def _leaves(
+  value: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+  if not isinstance(value, Mapping):
+    yield path, value
+    return
+  for key, child in value.items():
+    yield from _leaves(child, (*path, key))

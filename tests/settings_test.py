@@ -1,0 +1,96 @@
+"""Values that make no sense are refused before anything is written."""
+
+import copy
+
+import pytest
+import scripts
+
+from specjax import experiment, files, settings
+from specjax.drafters.committee import Committee
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
+from specjax.workspace import Workspace
+
+PAGE = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
+
+
+def changed(path, value):
+  config = copy.deepcopy(PAGE)
+  *sections, name = path.split('.')
+  section = config
+  for key in sections:
+    section = section[key]
+  assert name in section
+  section[name] = value
+  return config
+
+
+def test_the_page_itself_is_fine():
+  settings.check(PAGE)
+
+
+@pytest.mark.parametrize(
+  ('path', 'value', 'words'),
+  [
+    ('pretrain.batch', 0, '1 or more'),
+    ('pretrain.eval_every', -1, '1 or more'),
+    ('pretrain.eval_windows', 0, '1 or more'),
+    ('pretrain.seed', -1, '0 or more'),
+    ('pretrain.learning_rate', -1.0, 'positive'),
+    ('pretrain.learning_rate', float('nan'), 'positive'),
+    ('pretrain.clip', 0.0, 'positive'),
+    ('pretrain.steps', 0, '1 or more'),
+    ('pretrain.warmup', -1, '0 or more'),
+    ('distill.warmup', 4, 'less than distill.steps'),
+    ('distill.weight_decay', -0.1, '0 or positive'),
+    ('target.layers', 0, '1 or more'),
+    ('target.width', 0, '1 or more'),
+    ('target.heads', 3, 'multiple'),
+    ('draft.model.heads', 0, '1 or more'),
+    ('draft.drafter', 'nope', 'no drafter'),
+    ('loss.kl_weight', -1.0, '0 or more'),
+    ('ablation.kl_weights', (), 'at least one value'),
+    ('ablation.kl_weights', (1.0, float('nan')), 'nan'),
+    ('validation.tokens', 0, '1 or more'),
+    ('validation.prompt_length', 0, '1 or more'),
+    ('decode.temperature', -1.0, '0 or positive'),
+    ('decode.verify', 'nope', 'no rule'),
+    ('speedup.batches', (0,), '1 or more'),
+    ('speedup.batches', (), 'at least one value'),
+    ('speedup.ks', (), 'at least one value'),
+    ('speedup.repeats', 0, '1 or more'),
+  ],
+)
+def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(
+  path, value, words, tmp_path
+):
+  config = changed(path, value)
+  with pytest.raises(ValueError, match=words) as error:
+    Workspace.create(tmp_path / 'run', config)
+  if words[0].isdigit() or 'positive' in words:
+    assert path in str(error.value)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_refused_command_leaves_the_configuration_of_a_run(tmp_path):
+  Workspace.create(tmp_path, PAGE)
+  before = (tmp_path / 'config.json').read_bytes()
+  with pytest.raises(ValueError):
+    Workspace.create(tmp_path, changed('decode.k', 0))
+  assert (tmp_path / 'config.json').read_bytes() == before
+
+
+def test_only_one_process_trains_in_a_folder(tmp_path):
+  with files.alone(tmp_path), pytest.raises(RuntimeError, match='another'):
+    with files.alone(tmp_path):
+      pass
+  with files.alone(tmp_path):
+    pass
+
+
+def test_negative_draft_lengths_are_refused():
+  for make in (lambda: ModelDrafter(None, -1), lambda: NGram(-1)):
+    with pytest.raises(ValueError, match='k is -1'):
+      make()
+  with pytest.raises(ValueError, match='one length'):
+    Committee((NGram(1), NGram(2)))
