@@ -57,9 +57,6 @@ def main(config, folder):
     if flag.value is not None:
       config['decode'][key] = flag.value
   warp = warps.temperature(config['decode']['temperature'])
-  if config['decode']['k'] < 0:
-    raise ValueError(f'the draft length is {config["decode"]["k"]}: at least 0')
-  verify.find(config['decode']['verify'])
   workspace = Workspace.look_at(folder, config)
   console = rich.console.Console(highlight=False)
   coloured = console.color_system is not None and not console.no_color
@@ -124,6 +121,11 @@ def report(summary, seconds, c):
     f' in {summary["rounds"]} rounds, K = {c["k"]}, T = {c["temperature"]:g}',
     file=sys.stderr,
   )
+  if verify.is_lossy(c['verify']):
+    print(
+      f'LOSSY: {c["verify"]} does not keep the law of the target',
+      file=sys.stderr,
+    )
 
 
 def paint(text: str, origin: int) -> str:

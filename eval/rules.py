@@ -3,9 +3,9 @@
     python eval/rules.py
 
 Without arguments it takes the newest run. Rounds are decoded with `rejection`,
-and every rule is asked what it would accept of the same drafts: by its own
-probabilities where they have a closed form, so that no luck is in the
-difference. Then plain decoding, `rejection` and `block` decode the same prompts
+and `block` and `sampler_match` are asked what they would accept of the same
+drafts: by their own probabilities, so that no luck is in the difference. Then
+plain decoding, `rejection` and `block` decode the same prompts
 in turns, and each rule is timed alone on a large vocabulary. Writes
 `rules.json` into the run.
 """
@@ -189,7 +189,7 @@ def in_turns(target, drafter, warp, states, repeats, done):
 
 def alone(k, vocab, repeats, round_seconds):
   """Seconds of each rule on one random draft of k tokens, or of a tree."""
-  keys = jax.random.split(jax.random.key(0), 4)
+  keys = jax.random.split(jax.random.key(0), 5)
   spread = 2.0 * jax.random.normal(keys[0], (1, k + 1, vocab))
   logits = spread[:, :k] + jax.random.normal(keys[1], (1, k, vocab))
   tokens = jax.vmap(jax.vmap(draws.gumbel))(
@@ -197,10 +197,10 @@ def alone(k, vocab, repeats, round_seconds):
   )
   noise = Noise(
     jnp.log1p(-jax.random.uniform(keys[3], (1, k))),
-    jax.random.split(keys[3], (1, k + 1)),
+    jax.random.split(keys[4], (1, k + 1)),
   )
   chain = Draft(tokens, logits=logits)
-  # A binary tree of as many nodes.
+  # A binary tree of as many nodes, to be timed: siblings have other laws.
   parents = (jnp.arange(k)[None] - 2) // 2
   tree = Draft(tokens, parents, logits, siblings='iid')
   cases = [(name, chain, 'chain') for name in verify.RULES] + [
@@ -221,7 +221,7 @@ def alone(k, vocab, repeats, round_seconds):
     call = functools.partial(decide, noise, draft, spread)
     jax.block_until_ready(call())
     calls[name, shape] = [call]
-  seconds, _ = timing.alternate(calls, max(repeats, 9))
+  seconds, _ = timing.alternate(calls, max(repeats, 9))  # they are short
   return [
     {
       'k': k,

@@ -208,7 +208,7 @@ def step(
     earliest=s.earliest,
     done=done,
     row=s.row,
-    cache=target.commit(s.cache, rows, kept, not tree),
+    cache=target.commit(s.cache, rows, kept, chain=not tree),
     memory=drafter.observe(target, memory, block, kept, output),
     fault=s.fault | (broken & NAN),
     stats=stats._replace(origin=write(s.stats.origin, origin)),

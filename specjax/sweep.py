@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import costs, decode, generation, metrics, timing, verify, warps
+from specjax.certify import bits
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.types import Drafter, LanguageModel, Verifier, Warp
@@ -247,18 +248,10 @@ class Race:
       for part, (plain, other) in enumerate(
         zip(results[PLAIN], results[arm], strict=True)
       ):
-        for row in np.flatnonzero((plain.tokens != other.tokens).any(1)):
-          at = int(np.argmax(plain.tokens[row] != other.tokens[row]))
-          found.append(
-            {
-              'drafter': arm.name,
-              'batch': self.batch,
-              'k': arm.k,
-              'prompt': part * self.batch + int(row),
-              'position': at,
-              'margin': self._margin(plain.tokens[row], at),
-            }
-          )
+        where = {'drafter': arm.name, 'batch': self.batch, 'k': arm.k}
+        for mismatch in bits.first_mismatches(self._target, plain, other):
+          prompt = part * self.batch + mismatch.pop('row')
+          found.append({**where, 'prompt': prompt, **mismatch})
     return found
 
   def _row(self, arm, temperature, seconds, results) -> dict[str, Any]:
@@ -314,13 +307,6 @@ class Race:
 
   def _finish(self, state) -> generation.Result:
     return generation.finish(state, self._prompt_length)
-
-  def _margin(self, tokens: np.ndarray, at: int) -> float:
-    tokens = jnp.asarray(tokens)[None]
-    output = self._target.forward(tokens, jnp.ones_like(tokens))
-    logits = self._target.unembed(output.features[:, at - 1])
-    first, second = jax.lax.top_k(logits[0], 2)[0].tolist()
-    return first - second
 
 
 def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:

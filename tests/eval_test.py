@@ -100,15 +100,21 @@ def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
   speedup = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(speedup)
 
-  def said(*margins):
+  def said(*margins, dtype='float32'):
     mismatches = [{'margin': margin} for margin in margins]
-    report = {'greedy_identical': False, 'greedy_mismatches': mismatches}
-    return speedup.greedy(report), speedup.widest_margin(report)
+    report = {
+      'greedy_identical': False,
+      'greedy_mismatches': mismatches,
+      'config': {'target': {'dtype': dtype}},
+    }
+    return speedup.greedy(report), speedup.is_lost(report)
 
-  text, margin = said(1e-6, 3e-5)
-  assert 'near-tie' in text and margin <= speedup.NEAR_TIE
-  text, margin = said(1e-6, 0.2)
-  assert 'NOT LOSSLESS' in text and margin > speedup.NEAR_TIE
+  text, lost = said(1e-6, 3e-5)
+  assert 'near-tie' in text and not lost
+  text, lost = said(1e-6, 0.2)
+  assert 'NOT LOSSLESS' in text and lost
+  text, lost = said(0.2, dtype='bfloat16')
+  assert 'NOT' not in text and not lost
 
 
 def test_generate_is_plain_text_when_piped_whatever_drafts(run):
@@ -192,8 +198,14 @@ def test_a_wrong_rule_of_ones_own_fails(run):
 def test_a_mistake_is_one_line_and_code_2(run):
   here = f'--workdir={run}'
   cases = [
-    (['eval/generate.py', here, '--temperature=-1'], 'temperature is -1'),
-    (['eval/generate.py', here, '--k=-1'], 'the draft length is -1'),
+    (
+      ['eval/generate.py', here, '--temperature=-1'],
+      'temperature is -1',
+    ),
+    (
+      ['eval/generate.py', here, '--k=-1'],
+      'decode.k is -1: it must be',
+    ),
     (
       ['eval/speedup.py', here, '--draft=other'],
       'no other yet: run `python train',
@@ -201,7 +213,10 @@ def test_a_mistake_is_one_line_and_code_2(run):
     (['eval/losslessness.py', here, '--num_tokens=0'], '--num_tokens is 0'),
     (['eval/losslessness.py', here, '--sequences=-1'], '--sequences is -1'),
     (['eval/losslessness.py', here, '--verify=x'], "there is no rule 'x'"),
-    (['eval/losslessness.py', here, '--k=-1'], 'the draft length is -1'),
+    (
+      ['eval/losslessness.py', here, '--k=-1'],
+      'decode.k is -1: it must be',
+    ),
     (
       ['eval/speedup.py', here, '--config.target.width=8'],
       'target.width: 32 -> 8',

@@ -151,3 +151,33 @@ def test_a_draft_with_the_weights_of_the_target_is_always_right(model, k):
     state, _ = step(drafter, k, [k, k], NEVER, state)
   np.testing.assert_array_equal(state.stats.drafted, 50 * k)
   np.testing.assert_array_equal(state.stats.accepted, 50 * k)
+
+
+@pytree
+class Stale(ModelDrafter):
+  """Claims to have read one token more than was kept of what it fed."""
+
+  def observe(self, target, memory, block, kept, output):
+    count = jnp.minimum(kept.sum(-1, dtype=jnp.int32) + 1, memory.fed)
+    own = memory.cache._replace(length=memory.cache.length + count)
+    return memory._replace(cache=own, fed=jnp.zeros_like(memory.fed))
+
+
+@pytest.mark.parametrize('cls', [ModelDrafter, Stale])
+def test_a_stale_memory_would_be_seen(cls):
+  """Its entry behind a rejection is that of the token that was rejected."""
+  model = toys.markov(order=2, vocab=V)
+  tokens = jnp.zeros((B, T), jnp.int32)
+  drafter = cls(model, 4)
+  row = jax.random.split(jax.random.key(3), B)
+  length = jnp.full(B, 3)
+  limit = jnp.full(B, T)
+  state = prefill(model, drafter, tokens, length, limit, length, row)
+  wrong = 0
+  for _ in range(20):
+    state, _ = step(drafter, 4, [2, 4], NEVER, state)
+    m = np.asarray(state.memory.cache.length)
+    held = np.asarray(state.memory.cache.rows)[:, 0, :T, 0]
+    fed = np.arange(T) < m[:, None]
+    wrong += (held != np.asarray(state.tokens))[fed].sum()
+  assert (wrong > 0) == (cls is Stale)

@@ -178,6 +178,13 @@ LOSSLESS = {
   'ngram, block': (NGram(K), verify.block),
   'padding': (SHORT, verify.rejection),
   'none': (NoDrafter(), verify.rejection),
+  # The clean twins of faults below.
+  'far, block': (ModelDrafter(FAR, K, WARP), verify.block),
+  'block, not stopped': (MODEL, certify_test.UntilItFails(False)),
+  'siblings, well scored': (
+    certify_test.Forgetful(FAR, 2, WARP, branching=(3,)),
+    verify.rejection,
+  ),
 }
 
 
@@ -234,4 +241,6 @@ FAULTS = {
 @pytest.mark.parametrize('fault', FAULTS)
 def test_every_planted_fault_fails(fault):
   tests, _ = decided(**FAULTS[fault])
-  assert 'speculative' in rejected(tests)
+  # A wrong warp is wrong in both arms; else plain decoding is the clean twin.
+  both = 'warp' in fault
+  assert rejected(tests) == (set(tiers.ARMS) if both else {'speculative'})

@@ -55,6 +55,17 @@ def test_alike_classes_have_other_structures():
   assert [float(f(c(1.0, 2.0))) for c in (Pair, Other) * 2] == [2, 3, 2, 3]
 
 
+def test_plain_registration_still_needs_this():
+  """When this fails, `jax.tree_util.register_dataclass` will do."""
+
+  def plain(name):
+    cls = dataclasses.make_dataclass(name, ['first'], frozen=True)
+    return jax.tree_util.register_dataclass(cls)
+
+  one, other = (jax.tree.structure(plain(name)(1.0)) for name in 'ab')
+  assert one == other
+
+
 def test_no_two_warps_or_drafters_have_one_structure():
   made = [
     warps.Temperature(1.0),

@@ -19,12 +19,13 @@ control that goes through the same tests:
 - rare tokens are as rare as they should be, and impossible ones do not occur.
 
 All of them together, over both arms, fail a lossless decoder with probability
-at most `LEVEL` (Holm). `detectable_leak` says what they catch. What they do
-not: a fault whose mean total variation per token is well below that, such as
-one that is large but strikes one token in a thousand; one that cancels in every
-sum above; one that needs other prompts, longer text or an end token, since
-nothing here ends a row early. Lossy rules should fail, and `leak` estimates by
-how much.
+`LEVEL` at most, as far as the G and z tests have their limiting laws (Holm; of
+500 null runs of 2 048 tokens 6 failed: .0044 to .0259 with 95 % confidence).
+`detectable_leak` says what they catch. What they do not: a fault whose mean
+total variation per token is well below that, such as one that is large but
+strikes one token in a thousand; one that cancels in every sum above; one that
+needs other prompts, longer text or an end token, since nothing here ends a row
+early. Lossy rules should fail, and `leak` estimates by how much.
 
 `compare` is the display that papers show, and decides nothing. With equal seeds
 some text must be equal token for token: `first_mismatches`.

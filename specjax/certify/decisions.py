@@ -105,7 +105,7 @@ def detectable_leak(
 ) -> float:
   """The smallest leak of the draft into the output that is caught.
 
-  If tokens follow (1 - ε) p + ε q, the draft-direction sum moves by exactly
+  If tokens follow (1 - ε) p + ε q, the draft-direction sum moves on average by
   n δ / √Σ p(A)(1 - p(A)), with δ the mean of ε TV(p, q) over the text.
 
   Args:
@@ -125,7 +125,8 @@ def detectable_leak(
 def leak(evidence: Evidence, coverage: float = 0.95) -> tuple[float, float]:
   """How far the output moved towards the draft: an estimate of δ.
 
-  Whatever the fault, the mean TV per token is at least its absolute value.
+  Whatever the fault, the mean TV per token is at least the absolute value of
+  what this estimates.
 
   Args:
     evidence: of the text.
@@ -218,7 +219,8 @@ def _sum(x, mean, variance, bound: float) -> tuple[float, float]:
 
 
 def _poisson(count: float, mean: float) -> tuple[float, float]:
-  """Of rare events: their exact tails are below the Poisson law's."""
+  """Of rare events. Approximate: for given rates the tails lie within the
+  Poisson law's (Hoeffding 1956), and here the rates depend on the text."""
   tails = stats.poisson.sf(count - 1, mean), stats.poisson.cdf(count, mean)
   return float(count), float(min(1.0, 2 * min(tails)))
 

@@ -54,7 +54,9 @@ class Committee:
           f' siblings={draft.siblings!r}'
         )
     chain = jnp.arange(-1, k - 1)
-    parents = [jnp.where(chain < 0, -1, chain + i * k) for i in self._numbers]
+    parents = [
+      jnp.where(chain < 0, -1, chain + i * k) for i in range(len(drafts))
+    ]
     parents = jnp.tile(jnp.concatenate(parents), (tokens.shape[0], 1))
     drawn = jnp.concatenate([draft.tokens for draft in drafts], 1)
     return (
@@ -85,21 +87,14 @@ class Committee:
     """The same members with chains of `k` tokens."""
     return Committee(tuple(member.at(k) for member in self.members))
 
-  @property
-  def _numbers(self) -> range:
-    return range(len(self.members))
-
 
 def build(config, vocab_size, rngs) -> Committee:
-  """Reads `k` and, under `models`, the sizes of each member."""
-  if 'models' not in config:
-    raise ValueError(
-      'a committee needs draft.models, the sizes of each member: distil drafts'
-      ' of draft.drafter=model and name them with --draft=one,other instead'
-    )
-  return Committee(
-    tuple(
-      model.build({'model': sizes, 'k': config['k']}, vocab_size, rngs)
-      for sizes in config['models']
-    )
+  """There is none to train.
+
+  Raises:
+    ValueError: always.
+  """
+  raise ValueError(
+    'a committee is not trained: distil drafts of draft.drafter=model, and'
+    ' decode with --drafter=committee --draft=one,other'
   )

@@ -35,7 +35,8 @@ class TreeDrafter(model.ModelDrafter):
 
   Siblings are i.i.d. draws, so that `(3, 1, 1)` is three independent paths of
   three tokens that share how they begin, or, without replacement, distinct ones
-  by Gumbel top-k, each with its law given its earlier siblings. Where a law has
+  by Gumbel top-k (Kool et al. 2019, arXiv 1903.06059), each with its law given
+  its earlier siblings. Where a law has
   fewer tokens than a node has children, the rest are invalid.
 
   Attributes:
@@ -116,7 +117,9 @@ class TreeDrafter(model.ModelDrafter):
     own = memory.cache
     own = own._replace(length=own.length + known[:, 0])
     if inner:
-      own = self.model.commit(own, memory.rows, known[:, 1 : 1 + inner], False)
+      own = self.model.commit(
+        own, memory.rows, known[:, 1 : 1 + inner], chain=False
+      )
     return TreeMemory(own, memory.rows, jnp.zeros_like(memory.fed))
 
   @property
@@ -165,8 +168,9 @@ class TreeDrafter(model.ModelDrafter):
       best = jnp.pad(best, (0, count - most), constant_values=-jnp.inf)
       tokens = jnp.pad(tokens, (0, count - most))
       # A sibling is drawn from what its earlier siblings have left.
-      gone = jnp.zeros((count, vocab), bool).at[jnp.arange(count), tokens]
-      gone = jnp.cumsum(gone.set(True), 0) - gone.set(True) > 0
+      taken = jnp.zeros((count, vocab), bool)
+      taken = taken.at[jnp.arange(count), tokens].set(True)
+      gone = jnp.cumsum(taken, 0) - taken > 0
       return tokens, jnp.where(gone, -jnp.inf, logits), best > -jnp.inf
 
     tokens, laws, valid = jax.vmap(jax.vmap(distinct))(each[:, ::count], logits)

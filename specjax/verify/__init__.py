@@ -61,6 +61,7 @@ __all__ = [
   'block',
   'distance',
   'find',
+  'is_lossy',
   'k_seq',
   'lenience',
   'rejection',
@@ -95,6 +96,11 @@ def find(name: str) -> Verifier:
     f'there is no rule {name!r}: take one of {", ".join(RULES)}, or'
     ' module:function'
   )
+
+
+def is_lossy(name: str) -> bool:
+  """Whether the rule of a name is one of `LOSSY`, however it is spelt."""
+  return find(name) in [RULES[lossy] for lossy in LOSSY]
 
 
 def as_pytree(rule: Verifier) -> Verifier:

@@ -19,7 +19,8 @@ def rejection(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   node of a path one more token is drawn from p. Point masses are the case q =
   one-hot. The output law is exactly p. (Leviathan et al. 2023, arXiv
   2211.17192, Algorithm 1; Chen et al. 2023, arXiv 2302.01318, Algorithm 2;
-  siblings: Miao et al. 2023, arXiv 2305.09781.)
+  siblings: Miao et al. 2023, arXiv 2305.09781; without replacement: Jeon et
+  al. 2024, arXiv 2402.14160, and Chen et al. 2024, arXiv 2402.12374.)
 
   Args:
     noise: `log_u` is consumed, one uniform per node.
@@ -109,7 +110,8 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   """Draws the target's own token at each depth; goes on where the draft has it.
 
   Exact whatever the draft's law, which it never reads: the output is the
-  stream that plain sampling draws with the same keys, token for token. It
+  stream that plain sampling draws with the same keys, token for token, given
+  the same `log_p`. It
   accepts less than `rejection`: for one sampled node, sum of p q instead of
   min(p, q), unless the draft is coupled to the same keys.
 

@@ -12,9 +12,9 @@ from specjax.verify import parts
 def block(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   """Block verification: keeps the longest prefix whose test passes.
 
-  All prefixes are tested, with probabilities that make the accepted length as
-  long as any rule could that has exactly the target's law; a failure does not
-  end the search. (Sun et al. 2025, arXiv 2403.10444.)
+  All prefixes are tested, with probabilities that make the expected accepted
+  length as long as any rule could that keeps the target's law; a failure does
+  not end the search. (Sun et al. 2025, arXiv 2403.10444.)
 
   Args:
     noise: `log_u` is consumed, one uniform per node.
