@@ -84,7 +84,7 @@ def k_seq(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     # What hangs off equal siblings hangs off the first of them.
     same = jnp.argmax(children[row] & (x == x[i])).astype(jnp.int32)
     return (
-      jnp.where(ok[i], same + 1, row),
+      jnp.where(ok[i], same + 1, row).astype(jnp.int32),
       accepted.at[same].set(accepted[same] | ok[i]),
       tested.at[i].set(here),
       ok,
@@ -139,7 +139,7 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   def follow(i, carry):
     row, accepted = carry
     ok = matching[i] & (parents[i] == row)
-    return jnp.where(ok, i + 1, row), accepted.at[i].set(ok)
+    return jnp.where(ok, i + 1, row).astype(jnp.int32), accepted.at[i].set(ok)
 
   row, accepted = jax.lax.fori_loop(
     0, n, follow, (jnp.zeros((), jnp.int32), jnp.zeros(n, bool))
@@ -199,7 +199,7 @@ def _reject_tree(noise, draft, log_p, log_factor) -> Verdict:
     failed = here & ~ok
     made, log_test = parts.outcomes(here, ok, log_alpha)
     return (
-      jnp.where(ok, i + 1, row),
+      jnp.where(ok, i + 1, row).astype(jnp.int32),
       jnp.where(ok, log_p[i + 1], jnp.where(failed, rest, law)),
       accepted.at[i].set(ok),
       tested.at[i].set(made),

@@ -46,8 +46,8 @@ def valid(draft: Draft) -> Array:
 def parents(draft: Draft) -> Array:
   """`[N]` block rows of the nodes' parents: 0 is the pending token."""
   if draft.parents is None:
-    return jnp.arange(draft.tokens.shape[0])
-  return draft.parents + 1
+    return jnp.arange(draft.tokens.shape[0], dtype=jnp.int32)
+  return draft.parents.astype(jnp.int32) + 1
 
 
 def law(draft: Draft, i: Array, dtype) -> Array | None:
