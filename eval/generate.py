@@ -32,6 +32,9 @@ DRAFTER = flags.DEFINE_enum(
   'drafter', 'model', PROPOSERS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
+BRANCHING = flags.DEFINE_list(
+  'branching', ['2', '2'], 'children of a node of a tree, by depth'
+)
 SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
 
 ROUNDS = 4  # between looks at the device: smooth to read, cheap to do
@@ -77,7 +80,8 @@ def generate(workspace: Workspace, warp, write):
   """Streams to stdout; `write(text, origin)` dresses a piece."""
   c, tokenizer = workspace.config['decode'], workspace.tokenizer
   target = workspace.target()
-  drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp)
+  branching = experiment.numbers('--branching', BRANCHING.value)
+  drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp, branching)
   prompt = tokenizer.encode(PROMPT.value) or [tokenizer.eos_id]
   state = generation.start(
     target,
@@ -113,7 +117,7 @@ def generate(workspace: Workspace, warp, write):
 def report(summary, seconds, c):
   """What it took, on stderr."""
   rate = summary['acceptance_rate']
-  accepted = 'no drafts' if rate is None else f'acceptance {rate:.3f}'
+  accepted = 'no drafts' if rate is None else f'{rate:.1%} of drafts accepted'
   per_round = summary['tokens_per_round'] or 0.0
   print(
     f'{accepted}, {per_round:.2f} tokens per round,'

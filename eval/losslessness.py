@@ -37,6 +37,9 @@ DRAFTER = flags.DEFINE_enum(
   'drafter', 'model', PROPOSERS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
+BRANCHING = flags.DEFINE_list(
+  'branching', ['2', '2'], 'children of a node of a tree, by depth'
+)
 VERIFY = flags.DEFINE_string(
   'verify',
   None,
@@ -89,6 +92,7 @@ def main(config, folder):
 
 def check():
   """Refuses what cannot be measured, before any work."""
+  experiment.numbers('--branching', BRANCHING.value)
   if NUM_TOKENS.value < FEWEST:
     raise ValueError(
       f'--num_tokens is {NUM_TOKENS.value}: the tests need at least {FEWEST}'
@@ -106,7 +110,12 @@ def measure(workspace, rule):
   warp = warps.temperature(c['temperature'])
   subject = tiers.Subject(
     workspace.target(),
-    workspace.proposer(DRAFTER.value, DRAFT.value, warp),
+    workspace.proposer(
+      DRAFTER.value,
+      DRAFT.value,
+      warp,
+      experiment.numbers('--branching', BRANCHING.value),
+    ),
     rule,
     warp,
     direction(workspace, warp),
@@ -193,7 +202,7 @@ def show(report):
   )
   table.add_column('test')
   for arm in tiers.ARMS:
-    for column in (arm, 'p-value', 'Holm'):
+    for column in (arm, 'p-value', 'fails at'):
       table.add_column(column, justify='right')
   both = ([t for t in report['tests'] if t['arm'] == a] for a in tiers.ARMS)
   for pair in zip(*both, strict=True):
@@ -219,6 +228,8 @@ def show(report):
     print(equal_seeds(found))
   for found in report['equal_seeds_bfloat16']:
     print(equal_seeds(found), '(bfloat16, which does not decide)')
+  if report['display']:
+    print('samples against samples, which does not decide:')
   for row in report['display']:
     print(distances(row))
   if report['verdict'] == 'LOSSY':

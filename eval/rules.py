@@ -46,9 +46,7 @@ FOREVER = jnp.iinfo(jnp.int32).max
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
-  if not KS.value or not all(k.isdigit() and int(k) for k in KS.value):
-    raise ValueError(f'--ks is {",".join(KS.value)!r}: numbers from 1, as 4,8')
-  ks = [int(k) for k in KS.value]
+  ks = experiment.numbers('--ks', KS.value)
   if min(VOCAB.value - 1, PROMPTS.value) < 1:
     raise ValueError(
       f'--vocab is {VOCAB.value} and --prompts {PROMPTS.value}: at least 2'

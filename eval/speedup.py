@@ -204,8 +204,9 @@ def show(report):
     f'{report["tokens_per_second"]:,.0f} tokens/s against'
     f' {report["baseline_tokens_per_second"]:,.0f};'
     f' {report["predicted_speedup"]:.2f}x was predicted from'
-    f' {report["expected_tokens_per_round"]:.2f} tokens per round, c ='
-    f' {report["draft_cost_ratio"]:.3f} and v = {report["verify_cost"]:.2f}'
+    f' {report["expected_tokens_per_round"]:.2f} tokens per round on other'
+    f' prompts, a draft step of {report["draft_cost_ratio"]:.3f} and a pass'
+    f' over K + 1 tokens of {report["verify_cost"]:.2f} plain steps'
   )
   print(
     f'repeated 4-grams: {percent(report["repetition"])} of the output,'

@@ -97,6 +97,23 @@ def app(
   absl_app.run(run, argv=rest, flags_parser=parse)
 
 
+def numbers(name: str, values: Sequence[str]) -> tuple[int, ...]:
+  """The whole numbers of a list flag.
+
+  Args:
+    name: of the flag, for the message.
+    values: as absl gives them.
+
+  Raises:
+    ValueError: one of them is no number from 1, or there is none.
+  """
+  if not values or not all(v.isdecimal() and int(v) for v in values):
+    raise ValueError(
+      f'{name} is {",".join(values)!r}: give whole numbers from 1, as 4,8'
+    )
+  return tuple(int(value) for value in values)
+
+
 def fail(message: object) -> NoReturn:
   """Ends the process as for a mistake of the user: one line, exit code 2."""
   text = ' '.join(str(message).split())

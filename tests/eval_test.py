@@ -212,6 +212,8 @@ def test_a_mistake_is_one_line_and_code_2(run):
     ),
     (['eval/losslessness.py', here, '--num_tokens=0'], '--num_tokens is 0'),
     (['eval/losslessness.py', here, '--sequences=-1'], '--sequences is -1'),
+    (['eval/losslessness.py', here, '--branching=2,x'], "--branching is '2,x'"),
+    (['eval/rules.py', here, '--ks='], "--ks is ''"),
     (['eval/losslessness.py', here, '--verify=x'], "there is no rule 'x'"),
     (
       ['eval/losslessness.py', here, '--k=-1'],
