@@ -162,11 +162,7 @@ def _reject_chain(noise, draft, log_p, log_factor) -> Verdict:
   """All tests at once, and one residual."""
   n, x, valid = log_p.shape[0] - 1, draft.tokens, parts.valid(draft)
   log_px = parts.at(log_p[:n], x)
-  if draft.logits is None:
-    log_q, log_qx = None, jnp.zeros_like(log_px)
-  else:
-    log_q = jax.nn.log_softmax(draft.logits.astype(log_p.dtype))
-    log_qx = parts.at(log_q, x)
+  log_q, log_qx = parts.laws(draft, log_p.dtype)
   log_alpha = parts.accept_rate(log_px, log_qx + log_factor)
   passed = parts.passes(noise.log_u, log_alpha) & valid
   accepted = jnp.cumprod(passed).astype(bool)

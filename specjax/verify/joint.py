@@ -33,11 +33,7 @@ def block(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     return parts.nothing(log_p)
   size = parts.valid(draft).sum()  # an invalid node ends the chain
   log_px = parts.at(log_p[:n], x)
-  if draft.logits is None:
-    log_q, log_qx = None, jnp.zeros_like(log_px)
-  else:
-    log_q = jax.nn.log_softmax(draft.logits.astype(dtype))
-    log_qx = parts.at(log_q, x)
+  log_q, log_qx = parts.laws(draft, dtype)
 
   def weigh(log_w, terms):
     log_w = parts.accept_rate(log_w + terms[0], terms[1])

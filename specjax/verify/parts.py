@@ -57,6 +57,14 @@ def law(draft: Draft, i: Array, dtype) -> Array | None:
   return jax.nn.log_softmax(draft.logits[i].astype(dtype))
 
 
+def laws(draft: Draft, dtype) -> tuple[Array | None, Array]:
+  """`law` of all nodes, `[N, V]` or None, and `[N]` log q of their tokens."""
+  if draft.logits is None:
+    return None, jnp.zeros(draft.tokens.shape, dtype)
+  log_q = jax.nn.log_softmax(draft.logits.astype(dtype))
+  return log_q, at(log_q, draft.tokens)
+
+
 def at(rows: Array, tokens: Array) -> Array:
   """`rows[..., i, tokens[..., i]]`."""
   return jnp.take_along_axis(rows, tokens[..., None], axis=-1)[..., 0]
