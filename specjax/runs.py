@@ -139,8 +139,8 @@ def refuse_changes(
   new = json.loads(json.dumps(new))
   changes = []
   for section in sections:
-    before = dict(_leaves(section, old.get(section, {})))
-    after = dict(_leaves(section, new.get(section, {})))
+    before = dict(leaves(section, old.get(section, {})))
+    after = dict(leaves(section, new.get(section, {})))
     for key in sorted({*before, *after}):
       pair = before.get(key, ABSENT), after.get(key, ABSENT)
       if pair[0] != pair[1]:
@@ -175,12 +175,13 @@ def versions() -> dict[str, str]:
   }
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+  """The values of a configuration's section, with their dotted names."""
   if not isinstance(value, Mapping):
     yield path, value
     return
   for key, child in value.items():
-    yield from _leaves(f'{path}.{key}', child)
+    yield from leaves(f'{path}.{key}', child)
 
 
 def _cpu_name() -> str:

@@ -6,11 +6,12 @@ values make sense, so that a mistake costs a line and not a run.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from specjax import drafters, verify
+from specjax import drafters, runs, verify
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
@@ -52,14 +53,15 @@ def check(config: Mapping[str, Any]) -> None:
   Raises:
     ValueError: naming the value and what it must be.
   """
-  for path, value in _leaves(config):
-    name = path[-1]
+  values = (runs.leaves(name, section) for name, section in config.items())
+  for path, value in itertools.chain.from_iterable(values):
+    name = path.rpartition('.')[-1]
     if isinstance(value, list | tuple) and not value:
-      raise ValueError(f'{".".join(path)} is empty: give at least one value')
+      raise ValueError(f'{path} is empty: give at least one value')
     for one in value if isinstance(value, list | tuple) else [value]:
       wanted = _wanted(name, one)
       if wanted:
-        raise ValueError(f'{".".join(path)} is {one}: it must be {wanted}')
+        raise ValueError(f'{path} is {one}: it must be {wanted}')
   for section in ('pretrain', 'distill'):
     training = config.get(section, {})
     if training and training['warmup'] >= training['steps']:
@@ -86,13 +88,3 @@ def _wanted(name: str, value: Any) -> str | None:
   if name in _WEIGHTS and not value >= 0:
     return '0 or more; inf is KL alone'
   return None
-
-
-def _leaves(
-  value: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-  if not isinstance(value, Mapping):
-    yield path, value
-    return
-  for key, child in value.items():
-    yield from _leaves(child, (*path, key))
