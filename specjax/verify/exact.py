@@ -131,8 +131,7 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   if draft.parents is None:
     inner = jnp.arange(n)  # nothing hangs off the last row
   else:
-    block = trees.block_parents(parents - 1)[None]
-    inner = trees.depths(trees.ancestors(block, n + 1))[0]
+    inner = trees.depths(parts.ancestors(draft))
   wanted = jax.vmap(draws.gumbel)(noise.draws[inner], log_p[: len(inner)])
   matching = valid & (draft.tokens == wanted[parents])
 

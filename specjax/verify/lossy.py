@@ -114,15 +114,12 @@ def lenience(
 
 def _longest(draft: Draft, log_p: Array, ok: Array) -> Verdict:
   """Keeps the longest path of nodes that are all `ok`, the first of equals."""
-  n = draft.tokens.shape[0]
   ok &= parts.valid(draft)
-  parents = parts.parents(draft)
-  block = trees.block_parents(parents - 1)[None]
-  above = trees.ancestors(block, n + 1)
+  above = parts.ancestors(draft)
   ok = jnp.concatenate([jnp.ones(1, bool), ok])
-  sound = (~above[0] | ok).all(-1)
-  row = jnp.argmax(jnp.where(sound, trees.depths(above)[0], -1))
-  accepted = above[0, row, 1:]
+  sound = (~above | ok).all(-1)
+  row = jnp.argmax(jnp.where(sound, trees.depths(above), -1))
+  accepted = above[row, 1:]
   # Every law behind such a path was looked at, not only that of the longest.
   nan = (sound & jnp.isnan(log_p[:, 0])).any()
   law, no = log_p[row], jnp.array(False)

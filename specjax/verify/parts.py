@@ -126,13 +126,20 @@ def nothing(log_p: Array) -> Verdict:
   return Verdict(none, log_p[0], *untested(log_p), fault_bits)
 
 
+def ancestors(draft: Draft) -> Array:
+  """`[N + 1, N + 1]` bool: by block row, the rows of its path."""
+  block = draft.parents
+  if block is not None:
+    block = trees.block_parents(block)[None]
+  return trees.ancestors(block, draft.tokens.shape[0] + 1)[0]
+
+
 def path(draft: Draft, row: Array) -> Array:
   """`[N]` bool: the nodes from the root to block row `row`."""
   n = draft.tokens.shape[0]
   if draft.parents is None:
     return jnp.arange(n) < row
-  block = trees.block_parents(parents(draft) - 1)[None]
-  return trees.ancestors(block, n + 1)[0, row, 1:]
+  return ancestors(draft)[row, 1:]
 
 
 def fault(
