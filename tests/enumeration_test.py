@@ -33,7 +33,7 @@ def test_every_rule_is_exact_in_float64():
     jax.config.update('jax_enable_x64', True)
     from specjax import enumeration
     for case in enumeration.cases():
-      tables = 50 if len(case.branching) < 3 or case.chain else 2
+      tables = 50 if len(case.branching) < 3 or case.chain else 4
       got = enumeration.survey(case, tables, 'float64')
       assert got.deviation < 1e-12, got
     """
