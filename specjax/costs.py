@@ -95,3 +95,21 @@ def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:
   """
   kl = np.asarray(kl, np.float64)
   return 1 - np.minimum(np.sqrt(kl / 2), np.sqrt(-np.expm1(-kl)))
+
+
+def modelled(lengths: ArrayLike, c: float, v: ArrayLike) -> float:
+  """What a batch's rounds take by the cost model, in plain steps.
+
+  Args:
+    lengths: `[B, K + 1]` rounds of each row by draft length
+      (`decode.Stats.lengths`). The row that is live longest tells the batch's.
+    c: draft step / plain step.
+    v: `[>= K + 1]`, passes over 1, 2, ... tokens / plain step.
+
+  Returns:
+    Plain steps. Reading what was decoded without a draft is not among them.
+  """
+  lengths = np.asarray(lengths)
+  rounds = lengths[lengths.sum(-1).argmax()]
+  k = np.arange(len(rounds))
+  return float(rounds @ (k * c + np.asarray(v, np.float64)[: len(rounds)]))
