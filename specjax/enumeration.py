@@ -10,7 +10,7 @@ sampling error.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -78,6 +78,7 @@ def enumerate_rule(
   chain: bool = False,
   merge: bool = False,
   dtype: str = 'float32',
+  stop: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> Outcome:
   """The joint law of a rule on a tree in which every node branches alike.
 
@@ -92,11 +93,12 @@ def enumerate_rule(
     chain: without parents; every number in `branching` is 1.
     merge: what hangs off equal siblings, by `trees.merge`.
     dtype: that the rule computes in; 'float64' needs `jax_enable_x64`.
+    stop: maps laws `[D, V]` to where a draft ends instead of drawing, `[D]`.
   """
   vocab, parents, depth = p[0].shape[-1], _parents(branching), len(branching)
   level = _levels(parents)
   n = len(parents)
-  tokens, weights, log_q = _drafts(q, vocab, parents, level, siblings)
+  tokens, weights, log_q = _drafts(q, vocab, parents, level, siblings, stop)
   log_p = np.stack(
     [p[0] + np.zeros((len(tokens), vocab))]
     + [p[level[i]][tuple(tokens[:, _path(parents, i)].T)] for i in range(n)],
@@ -170,7 +172,7 @@ def _rest(p: Laws) -> list[np.ndarray]:
   return rest[::-1]
 
 
-def _drafts(q, vocab, parents, level, siblings):
+def _drafts(q, vocab, parents, level, siblings, stop):
   """Tokens `[D, N]`, weights `[D]` and log-laws `[D, N, V]` of all drafts."""
   n = len(parents)
   earlier = [
@@ -192,6 +194,8 @@ def _drafts(q, vocab, parents, level, siblings):
         law[np.arange(len(law)), tokens[:, j]] = 0
       total = law.sum(-1, keepdims=True)
       law = np.where(total > 0, law / np.where(total > 0, total, 1), 0)
+    if stop is not None:
+      law[stop(law)] = 0
     laws = np.concatenate([laws, law[:, None]], 1)
     # A node that nothing is left for is invalid: -1 for now, in one branch.
     spent = law.sum(-1) == 0
