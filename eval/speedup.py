@@ -107,13 +107,11 @@ def measure(workspace: Workspace, draft: str):
 
   costs = {batch: race.costs() for batch, race in races.items()}
   for row in rows:
-    row |= sweep.predict(
-      row,
-      expected[row['temperature']],
-      costs[row['batch']][row['drafter']],
-      races[row['batch']].parts,
-      new,
-    )
+    outlook = expected[row['temperature']]
+    if sweep.Arm(row['drafter'], row['k']) in outlook.rounds:
+      cost = costs[row['batch']][row['drafter']]
+      parts = races[row['batch']].parts
+      row |= sweep.predict(row, outlook, cost, parts, new)
   keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
@@ -259,9 +257,13 @@ def show(report):
 
 
 def own(report):
-  """The rows of the draft, without those of prompt lookup."""
+  """The rows of the draft at a fixed length, which are predicted."""
   name = report['config']['draft']['drafter']
-  return [row for row in report['sweep'] if row['drafter'] == name]
+  return [
+    row
+    for row in report['sweep']
+    if row['drafter'] == name and 'predicted_speedup' in row
+  ]
 
 
 def explain(console, rows):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from specjax import (
   costs,
+  decode,
   generation,
   metrics,
   pricing,
@@ -70,6 +71,7 @@ class Race:
     groups: Sequence[Prompts],
     others: Sequence[Prompts],
     max_new_tokens: int,
+    further: Mapping[Arm, Drafter] | None = None,
   ):
     """Prefills; then `lowered`, `compiled` and the rest.
 
@@ -84,25 +86,34 @@ class Race:
         length.
       others: groups of other prompts, on which acceptance is measured.
       max_new_tokens: of every row.
+      further: arms whose drafts are of no fixed length, so that they are timed
+        and not predicted. They have the drafter's memory, or none.
+
+    Raises:
+      ValueError: two arms are of one name and length.
     """
     self.batch = len(groups[0])
     self.results = {}
     self._target = target
     self._rule = verify.as_pytree(rule)
     ks = sorted(set(ks))
-    # Each drafts a fixed number of tokens a round, and so can be predicted.
-    self._arms: dict[Arm, Drafter] = {
+    self._longest, self._lookup = Arm(name, ks[-1]), Arm('ngram', ngram_k)
+    fixed: dict[Arm, Drafter] = {
       PLAIN: NoDrafter(),
       **{Arm(name, k): drafter.at(k) for k in ks},
-      Arm('ngram', ngram_k): NGram(ngram_k),
+      self._lookup: NGram(ngram_k),
     }
-    self._longest, self._lookup = Arm(name, ks[-1]), Arm('ngram', ngram_k)
+    further = dict(further or {})
+    if fixed.keys() & further.keys():
+      raise ValueError(f'arms twice: {sorted(fixed.keys() & further.keys())}')
+    self._arms = fixed | further
+    most = max(arm.k for arm in self._arms)
     self._prompt_length = [len(prompt) for prompt in groups[0]]
     self._states, self._other_states = (
       [
         generation.start(
           target,
-          drafter.at(max(*ks, ngram_k)),  # serves every shorter draft
+          drafter.at(most),  # serves every shorter draft
           group,
           key=jax.random.fold_in(jax.random.key(seed), i),
           max_new_tokens=max_new_tokens,
@@ -111,9 +122,11 @@ class Race:
       ]
       for seed, part in enumerate((groups, others))
     )
+    self._further = list(further)
+    self._programs = {}
     self._meter = pricing.Meter(
       target,
-      self._arms,
+      fixed,
       self._rule,
       batch=self.batch,
       prompt_length=self._prompt_length[0],
@@ -123,25 +136,34 @@ class Race:
 
   def lowered(self) -> dict[Any, jax.stages.Lowered]:
     """The programs, to be compiled and given to `compiled`."""
-    return {
-      (self.batch, name): low for name, low in self._meter.lowered().items()
+    lowered = self._meter.lowered() | {
+      ('round', arm): jax.jit(decode.advance).lower(
+        *self._arguments(arm, 1.0, self._states[0])
+      )
+      for arm in self._further
     }
+    return {(self.batch, name): low for name, low in lowered.items()}
 
   def compiled(self, programs: Mapping[Any, jax.stages.Compiled]) -> None:
     """Takes the programs, and runs each a little: a first call is slower."""
-    self._meter.compiled(
-      {
-        name: program
-        for (batch, name), program in programs.items()
-        if batch == self.batch
-      }
-    )
+    self._programs = {
+      name: program
+      for (batch, name), program in programs.items()
+      if batch == self.batch
+    }
+    self._meter.compiled(self._programs)
+    for arm in self._further:
+      jax.block_until_ready(
+        self._programs['round', arm](
+          *self._arguments(arm, 1.0, self._states[0], rounds=1)
+        )
+      )
 
   def costs(self) -> dict[str, pricing.Costs]:
     """By drafter, what rounds took, in turns with the arms of every `run`."""
     return {
-      name: self._meter.costs(name)
-      for name in dict.fromkeys(arm.name for arm in self._arms if arm.k)
+      arm.name: self._meter.costs(arm.name)
+      for arm in (self._longest, self._lookup)
     }
 
   def outlook(self, temperature: float) -> Outlook:
@@ -158,8 +180,11 @@ class Race:
       for arm in (self._longest, self._lookup)
     )
     passed = metrics.passed_by_row(*longest, k=self._longest.k)
-    own = [arm for arm in self._arms if arm.name == self._longest.name]
-    rounds = {arm: costs.rounds_needed(passed, arm.k) for arm in own}
+    rounds = {
+      arm: costs.rounds_needed(passed, arm.k)
+      for arm in self._arms
+      if arm.name == self._longest.name and arm not in self._further
+    }
     rounds[self._lookup] = np.concatenate([r.stats.rounds for r in lookup])
     tested, passing = (
       sum(int(getattr(result.stats, name).sum()) for result in longest)
@@ -263,15 +288,18 @@ class Race:
 
   def _decoding(self, arm, temperature, state):
     """A call that has nothing left to do on the host."""
-    arguments = pricing.arguments(
+    arguments = self._arguments(arm, temperature, state)
+    return functools.partial(self._programs['round', arm], *arguments)
+
+  def _arguments(self, arm, temperature, state, rounds=pricing.FOREVER):
+    return pricing.arguments(
       self._target,
       self._arms[arm],
       self._rule,
       warps.temperature(temperature),
       state,
-      pricing.FOREVER,
+      rounds,
     )
-    return functools.partial(self._meter.program(arm), *arguments)
 
   def _finish(self, state) -> generation.Result:
     return generation.finish(state, self._prompt_length)
