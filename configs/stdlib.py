@@ -86,6 +86,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   speedup.temperatures = (0.0, 1.0)  # share their programs
   speedup.ks = (1, 2, 3, 4, 6, 8, 12, 16)  # denser where the best one lies
   speedup.prompts = 4  # decoded alone, else it would be one prompt's luck
+  speedup.others = 32  # to predict from; greedy texts differ much
   speedup.repeats = 3  # the fewest with a median inside least and most
 
   if variant == 'tiny':
@@ -103,7 +104,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     decode.k, decode.max_new_tokens = 2, 8
     decode.prompt_length = 4
     speedup.batches, speedup.ks = (1, 2), (1, 2)
-    speedup.prompts, speedup.repeats = 2, 2
+    speedup.prompts, speedup.repeats, speedup.others = 2, 2, 2
   elif variant:
     raise ValueError("there is no such variant; there is 'tiny'")
   return config

@@ -4,7 +4,10 @@
 
 Without arguments it takes the newest run. It writes `speedup.json` and pictures
 into the run. The headline is the draft length that measured best at batch 1 and
-the temperature of `config.decode`; the table has all others.
+the temperature of `config.decode`; the table has all others. What rounds cost
+goes to `costs.json` in the run, and a second table says where the speedup that
+is predicted from it, and from acceptance on other prompts, leaves the measured
+one, and why.
 """
 
 import itertools
@@ -21,10 +24,12 @@ from specjax import (
   logs,
   metrics,
   plots,
+  pricing,
   runs,
   sweep,
   timing,
   verify,
+  warps,
 )
 from specjax.workspace import Workspace
 
@@ -55,8 +60,16 @@ def measure(workspace: Workspace, draft: str):
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
   timed = workspace.prompts('test', count, decode['prompt_length'])
-  others = workspace.prompts('validation', largest, decode['prompt_length'])
+  # Runs from before it was asked for do not have it.
+  wanted = max(c.get('others', 0), largest)
+  others = sweep.groups(
+    workspace.prompts('validation', wanted, decode['prompt_length']),
+    largest,
+    wanted,
+  )
 
+  costs_file = workspace.folder / 'costs.json'
+  pricing.load(costs_file, {})  # a damaged one is refused before the work
   start = time.perf_counter()
   races = {
     batch: sweep.Race(
@@ -67,7 +80,7 @@ def measure(workspace: Workspace, draft: str):
       ngram_k=decode['k'],
       rule=rule,
       groups=sweep.groups(timed, batch, c['prompts']),
-      others=[others] if batch == largest else [],
+      others=others if batch == largest else [],
       max_new_tokens=new,
     )
     for batch in c['batches']
@@ -86,7 +99,7 @@ def measure(workspace: Workspace, draft: str):
   rows, mismatches, expected = [], [], {}
   with logs.Progress(total, 'decode', unit='turns') as progress:
     for t in c['temperatures']:
-      expected[t] = races[largest].tokens_per_round(t)
+      expected[t] = races[largest].outlook(t)
       for race in races.values():
         rows += race.run(t, c['repeats'], progress.advance)
         if t == 0:
@@ -94,8 +107,12 @@ def measure(workspace: Workspace, draft: str):
 
   costs = {batch: race.costs() for batch, race in races.items()}
   for row in rows:
-    tokens = expected[row['temperature']][sweep.Arm(row['drafter'], row['k'])]
-    row |= sweep.predict(row, tokens, costs[row['batch']])
+    outlook = expected[row['temperature']]
+    if sweep.Arm(row['drafter'], row['k']) in outlook.rounds:
+      cost = costs[row['batch']][row['drafter']]
+      parts = races[row['batch']].parts
+      row |= sweep.predict(row, outlook, cost, parts, new)
+  keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
   return {
@@ -111,10 +128,30 @@ def measure(workspace: Workspace, draft: str):
       row[decode['prompt_length'] :] for row in text
     ),
     'compile_seconds': compile_seconds,
-    'costs': {batch: cost._asdict() for batch, cost in costs.items()},
+    'costs': {
+      batch: {drafter: cost._asdict() for drafter, cost in found.items()}
+      for batch, found in costs.items()
+    },
+    'other_prompts': len(others) * largest,
+    'alpha': {t: outlook.alpha for t, outlook in expected.items()},
     'sweep': rows,
     'config': config,
   }
+
+
+def keep(path, target, drafter, config, costs):
+  """Writes what rounds of the draft cost for those who want it later."""
+  decode = config['decode']
+  for batch, found in costs.items():
+    place = pricing.key(
+      target,
+      drafter,
+      verify.find(decode['verify']),
+      warps.UNCHANGED,
+      batch,
+      decode['prompt_length'] + decode['max_new_tokens'],
+    )
+    pricing.save(path, place, found[config['draft']['drafter']])
 
 
 def headline(rows, name, batch, temperature):
@@ -137,6 +174,7 @@ def draw(workspace, draft, report):
   pictures = [
     plots.speedup_by_k(folder / 'speedup.png', rows),
     plots.acceptance_by_depth(folder / 'acceptance_by_depth.png', widest),
+    plots.predictions(folder / 'predictions.png', own(report)),
   ]
   for log, panels in (
     (
@@ -164,6 +202,7 @@ def draw(workspace, draft, report):
 def show(report):
   """Prints a table for each temperature and batch, and what they come to."""
   console = rich.console.Console(highlight=False)
+  console.width = max(console.width, 88)  # of the second table
   for (t, batch), rows in itertools.groupby(
     report['sweep'], lambda row: (row['temperature'], row['batch'])
   ):
@@ -179,7 +218,6 @@ def show(report):
     for column in ('drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'):
       table.add_column(column, justify='right')
     table.add_column('speedup [min–max]', justify='right', no_wrap=True)
-    table.add_column('predicted', justify='right')
     for row in rows:
       rate = row['acceptance_rate']
       best = all(
@@ -194,19 +232,20 @@ def show(report):
         f'{row["tokens_per_second"]:,.0f}',
         f'{row["speedup"]:.2f}x'
         rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
-        f'{row["predicted_speedup"]:.2f}x',
         style='bold' if best else None,
       )
     console.print(table)
+    explain(console, [row for row in own(report) if row in rows])
   print(
     f'{report["speedup"]:.2f}x at K = {report["k"]}, T ='
     f' {report["temperature"]:g}, batch {report["batch"]}: '
     f'{report["tokens_per_second"]:,.0f} tokens/s against'
     f' {report["baseline_tokens_per_second"]:,.0f};'
     f' {report["predicted_speedup"]:.2f}x was predicted from'
-    f' {report["expected_tokens_per_round"]:.2f} tokens per round on other'
-    f' prompts, a draft step of {report["draft_cost_ratio"]:.3f} and a pass'
-    f' over K + 1 tokens of {report["verify_cost"]:.2f} plain steps'
+    f' {report["expected_tokens_per_pass"]:.2f} tokens per round on'
+    f' {report["other_prompts"]} other prompts, drafting at'
+    f' {report["draft_cost_ratio"]:.3f} plain rounds a token and'
+    f' {report["verify_cost"]:.2f} for the rest of a round'
   )
   print(
     f'repeated 4-grams: {percent(report["repetition"])} of the output,'
@@ -215,6 +254,65 @@ def show(report):
   if report['lossy']:
     print(f'LOSSY: {report["verify"]} does not keep the law of the target')
   print(greedy(report))
+
+
+def own(report):
+  """The rows of the draft at a fixed length, which are predicted."""
+  name = report['config']['draft']['drafter']
+  return [
+    row
+    for row in report['sweep']
+    if row['drafter'] == name and 'predicted_speedup' in row
+  ]
+
+
+def explain(console, rows):
+  """Prints where prediction and measurement part, and what a round is made of.
+
+  Args:
+    console: to print to.
+    rows: of the draft at one temperature and batch size.
+  """
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    title='predicted; too high by, in all = tokens × time; ms of a round',
+    title_justify='left',
+  )
+  for column in (
+    'K',
+    r'predicted \[95 %]',
+    'in all',
+    'tokens',
+    'time',
+    'i.i.d.',
+    'v=1',
+    'round',
+    'host',
+    'draft',
+    'verify',
+    'loop',
+  ):
+    table.add_column(column, justify='right', no_wrap=True)
+  for row in rows:
+    parts = row['round_parts']
+    table.add_row(
+      f'{row["k"]}',
+      f'{row["predicted_speedup"]:.2f}'
+      rf' \[{row["predicted_min"]:.2f}–{row["predicted_max"]:.2f}]',
+      *(f'{row[off]:+.0%}' for off in ('off', 'off_by_tokens', 'off_by_time')),
+      *(f'{row[by]:.2f}' for by in ('iid_speedup', 'classical_speedup')),
+      f'{1e3 * row["round_seconds"]:.1f}',
+      *(f'{1e3 * parts[name]:.1f}' for name in plots.PARTS),
+    )
+  console.print(table)
+  best = sweep.best_ks(rows)
+  console.print(
+    f'best K: {best["speedup"]} measured, {best["predicted_speedup"]}'
+    f' predicted, {best["iid_speedup"]} i.i.d., {best["classical_speedup"]}'
+    ' with v = 1'
+  )
 
 
 def greedy(report) -> str:

@@ -1,12 +1,18 @@
 """What speculation should gain: theory, on the host, in plain numbers.
 
-c is the time of a draft step over that of a plain step of the target; v(K) is
-the time of the target's pass over K + 1 tokens over that of a plain step. A
-round of K drafted tokens then takes K c + v(K) plain steps. The classical
-formula has v = 1, and on real machines v(K) often decides.
+c is the time of drafting a token over that of a plain round, which drafts
+nothing; v(K) is the time of all else that a round of K drafted tokens does. The
+round then takes K c + v(K) plain ones. The classical formula has v = 1, and on
+real machines v(K) often decides. `pricing` measures both.
+
+It also has one acceptance rate for all tokens, while acceptance comes in runs
+and differs from text to text; and it knows one row, while a batch waits for its
+slowest. `rounds_needed` and `slowest` take both from texts that were decoded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -78,6 +84,92 @@ def best_k(
   """
   k = np.arange(max_k + 1)
   return int(np.argmax(speedup(tokens_by_k(alpha, max_k), k, c, v)))
+
+
+def rounds_needed(
+  passed: Iterable[Sequence[bool]], k: int
+) -> NDArray[np.int64]:
+  """Rounds of k drafted tokens that each text takes.
+
+  A round emits the tokens that pass, k at most, and one more. Whether a token
+  passes is a matter of its place in the text and not of where a round began, so
+  one decoding tells the rounds of every draft length: exactly where all is
+  greedy, else in law. That is so under rules that test token by token; a rule
+  that weighs a whole draft depends on its beginning too, a little.
+
+  Args:
+    passed: of each text, whether each token passes (`metrics.passed_by_row`).
+    k: draft length K.
+
+  Returns:
+    `[texts]` rounds.
+  """
+  found = []
+  for row in passed:
+    at = rounds = 0
+    while at < len(row):
+      kept = 0
+      while kept < k and at + kept < len(row) and row[at + kept]:
+        kept += 1
+      at += kept + 1
+      rounds += 1
+    found.append(rounds)
+  return np.array(found, np.int64)
+
+
+def slowest(rounds: ArrayLike, batch: int) -> float:
+  """Rounds that a batch is expected to take: those of its slowest row.
+
+  The mean of the largest over all choices of `batch` texts, without bias.
+
+  Args:
+    rounds: `[n]` that texts took, drawn as the batch's will be.
+    batch: rows, at most n.
+
+  Raises:
+    ValueError: there are fewer texts than rows.
+  """
+  rounds = np.sort(np.asarray(rounds, np.float64))
+  n = len(rounds)
+  if not 1 <= batch <= n:
+    raise ValueError(f'a batch of {batch} is not to be had from {n} texts')
+  # C(i, batch) / C(n, batch): that none but the i fastest are chosen.
+  i = np.arange(n + 1)[:, None]
+  j = np.arange(batch)
+  below = np.prod(np.maximum(i - j, 0) / (n - j), -1)
+  return float(np.sum(rounds * np.diff(below)))
+
+
+def rounds_interval(
+  rounds: ArrayLike,
+  batch: int,
+  groups: int,
+  level: float = 0.95,
+  draws: int = 2000,
+) -> tuple[float, float]:
+  """Where the mean rounds of some batches will lie, as far as texts differ.
+
+  A bootstrap (Efron 1979) of both: the texts that a prediction was made from
+  are drawn again, and from them the groups that are decoded.
+
+  Args:
+    rounds: `[n]` that texts took.
+    batch: rows of a group.
+    groups: that the mean is taken over.
+    level: coverage.
+    draws: of the bootstrap, from a fixed seed.
+
+  Returns:
+    The least and the most.
+  """
+  rounds = np.asarray(rounds, np.float64)
+  rng = np.random.default_rng(0)
+  again = rng.choice(rounds, (draws, len(rounds)))
+  chosen = rng.integers(len(rounds), size=(draws, groups * batch))
+  decoded = np.take_along_axis(again, chosen, 1)
+  means = decoded.reshape(draws, groups, batch).max(-1).mean(-1)
+  low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+  return float(low), float(high)
 
 
 def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:

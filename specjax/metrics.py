@@ -20,6 +20,10 @@ tokens per round, or block efficiency
   emitted / rounds: WITH the token that ends a round, the correction or the
   bonus. Between 1 and K + 1; one more than accepted per round unless a round
   was cut inside its draft.
+tokens per pass
+  A row's tokens over the rounds that its batch took, those included in which it
+  was done and waited. For one row that is tokens per round; for several the
+  slowest decides, and it, not tokens per round, is what speed follows.
 expected block efficiency at K
   1 + Σ_{k≤K} E Π_{j≤k} min(1, q(y_j) / p(y_j)) over the tokens y that the
   target wrote: what chain rejection with K drafted tokens gives (with the
@@ -38,9 +42,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
-from specjax import losses
+from specjax import decode, losses
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -195,6 +200,39 @@ def summarize(*results: generation.Result) -> dict[str, Any]:
     'accepted_per_round': _ratio(accepted, rounds),
     'tokens_per_round': _ratio(tokens, rounds),
   }
+
+
+def passed_by_row(
+  *results: generation.Result, k: int
+) -> list[NDArray[np.bool_]]:
+  """Whether each new token passed the draft's test, for `costs.rounds_needed`.
+
+  The token behind a whole draft was not tested. It is drawn, from a fixed seed,
+  to pass as often as those that stood last in a draft and were tested.
+
+  Args:
+    *results: of chains of one length.
+    k: that length, at least 1.
+
+  Returns:
+    Of each row of each result, `[new tokens]`.
+  """
+  passed, tested = (
+    sum(int(np.sum(getattr(r.stats, name)[:, k - 1])) for r in results)
+    for name in ('passed', 'tested')
+  )
+  rng = np.random.default_rng(0)
+  rows = []
+  for result in results:
+    for row, start, end in zip(
+      result.stats.origin, result.prompt_length, result.length, strict=True
+    ):
+      origin = np.asarray(row[start:end])
+      guess = rng.random(len(origin)) * tested < passed
+      rows.append(
+        (origin == decode.ACCEPTED) | ((origin == decode.BONUS) & guess)
+      )
+  return rows
 
 
 def confidence_interval(

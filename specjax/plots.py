@@ -26,6 +26,8 @@ from specjax import metrics
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00')
 _MARKERS = ('o', 's', '^', 'D', 'v', 'P')
 _GREY = '#666666'
+# Of a round, from the bottom of a bar, as `sweep.predict` names them.
+PARTS = ('host', 'draft', 'verify', 'loop')
 _LINE_HEIGHT = 0.065  # of a line of text, in heights of a panel
 _RING = {
   'markersize': 13,
@@ -90,6 +92,46 @@ def speedup_by_k(
     ('best K', {'linestyle': '', 'marker': 'o', **_RING}),
   ):
     handles += panels[0].plot([], [], color=_GREY, label=label, **style)
+  return _save(figure, path, handles)
+
+
+def predictions(
+  path: Path,
+  sweep: Iterable[Mapping[str, Any]],
+  title: str = 'Predicted against measured, and what a round is made of',
+) -> pathlib.Path:
+  """Speedup and the parts of a round by draft length, a column per case.
+
+  Args:
+    path: the PNG to write.
+    sweep: rows of one drafter with what `sweep.Race.run` and `sweep.predict`
+      say of each.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = sorted(sweep, key=lambda row: row['k'])
+  cases = sorted({(row['temperature'], row['batch']) for row in rows})
+  width = max(8.4, 3.6 * len(cases))
+  figure = _figure(title, width=width, height=7.6)
+  panels = figure.subplots(2, len(cases), squeeze=False, sharey='row')
+  styles = dict(
+    zip(('predicted', 'i.i.d., v(K)', 'i.i.d., v = 1'), _styles(), strict=False)
+  )
+  handles = []
+  for column, case in zip(panels.T, cases, strict=True):
+    line = [r for r in rows if (r['temperature'], r['batch']) == case]
+    where = f'T = {case[0]:g}, batch {case[1]}'
+    handles = _prediction_lines(column[0], line, styles)
+    handles += _round_bars(column[1], line)
+    _label(column[0], where, 'draft length K (tokens)')
+    _label(column[1], f'{where}: a round', 'draft length K (tokens)')
+    for panel in column:
+      panel.set_xticks(range(len(line)), [str(row['k']) for row in line])
+  panels[0, 0].set_ylabel('speedup over plain (×)')
+  panels[0, 0].set_ylim(bottom=0)
+  panels[1, 0].set_ylabel('milliseconds')
   return _save(figure, path, handles)
 
 
@@ -351,6 +393,42 @@ def _speedup_line(
   )
 
 
+def _prediction_lines(panel, line, styles):
+  """Measured speedups in their 10 % band, and every prediction of them."""
+  place = np.arange(len(line))
+  measured = np.array([row['speedup'] for row in line])
+  band = panel.fill_between(
+    place, 0.9 * measured, 1.1 * measured, color='#dddddd', label='within 10 %'
+  )
+  mark = {'color': 'black', 'marker': 'o', 'markersize': 5, 'linewidth': 1.8}
+  handles = [band, *panel.plot(place, measured, label='measured', **mark)]
+  keys = ('predicted_speedup', 'iid_speedup', 'classical_speedup')
+  for key, (label, style) in zip(keys, styles.items(), strict=True):
+    values = np.array([row[key] for row in line])
+    style = {**style, 'linestyle': '--', 'linewidth': 1.4, 'label': label}
+    handles += panel.plot(place, values, **style)
+  low, high = (
+    np.array([row[key] for row in line])
+    for key in ('predicted_min', 'predicted_max')
+  )
+  colour = styles['predicted']['color']
+  panel.vlines(place, low, high, color=colour, linewidth=1.2)
+  return handles
+
+
+def _round_bars(panel, line):
+  """The parts of a round on top of one another, those below zero left out."""
+  place, bottom, handles = np.arange(len(line)), np.zeros(len(line)), []
+  for part, colour in zip(PARTS, _COLOURS[2:], strict=False):
+    seconds = np.array([row['round_parts'][part] for row in line])
+    height = 1e3 * np.maximum(seconds, 0)
+    handles.append(
+      panel.bar(place, height, bottom=bottom, color=colour, label=part)
+    )
+    bottom += height
+  return handles
+
+
 def _weight_places(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Where sorted weights stand, and which of them are finite and not 0."""
   finite = (weights > 0) & np.isfinite(weights)
@@ -379,8 +457,8 @@ def _styles() -> Iterable[dict[str, Any]]:
     }
 
 
-def _figure(title: str, width: float = 8.4) -> Figure:
-  figure = Figure(figsize=(width, 4.4), dpi=150, layout='constrained')
+def _figure(title: str, width: float = 8.4, height: float = 4.4) -> Figure:
+  figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
   figure.suptitle(title, fontsize=14, fontweight='bold')
   return figure
 

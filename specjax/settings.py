@@ -27,6 +27,7 @@ _LEAST = {
   'kv_heads': 1,
   'layers': 1,
   'max_new_tokens': 1,
+  'others': 1,
   'prompt_length': 1,
   'prompts': 1,
   'repeats': 1,

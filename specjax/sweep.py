@@ -8,59 +8,51 @@ early.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
-from specjax import costs, decode, generation, metrics, timing, verify, warps
+from specjax import (
+  costs,
+  decode,
+  generation,
+  metrics,
+  pricing,
+  timing,
+  verify,
+  warps,
+)
 from specjax.certify import bits
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
-from specjax.types import Drafter, LanguageModel, Verifier, Warp
-
-FOREVER = jnp.iinfo(jnp.int32).max
-# Forward passes in a timed loop: enough for its start not to matter.
-PASSES = {'target': 6, 'draft': 96}
+from specjax.pricing import PLAIN, Arm
+from specjax.types import Drafter, LanguageModel, Verifier
 
 Prompts = Sequence[Sequence[int]]
 
 
-class Arm(NamedTuple):
-  """One way to decode: a drafter by name, and its draft length."""
-
-  name: str
-  k: int
-
-
-PLAIN = Arm('none', 0)
-
-
-class Costs(NamedTuple):
-  """What forward passes cost at one batch size.
+class Outlook(NamedTuple):
+  """What other prompts say about the rounds to come.
 
   Attributes:
-    target_step: seconds of a plain step of the target.
-    draft_step: seconds of a step of the draft model.
-    c: the latter over the former.
-    v: by draft length K, a pass over K + 1 tokens over a plain step.
+    rounds: by arm, `[n]` those that each prompt took.
+    alpha: of the drafter's tokens that were tested, the share that passed:
+      acceptance as the i.i.d. formula knows it.
   """
 
-  target_step: float
-  draft_step: float
-  c: float
-  v: dict[int, float]
+  rounds: dict[Arm, NDArray[Any]]
+  alpha: float
 
 
 class Race:
   """All arms at one batch size: compiled, then timed.
 
-  The forward passes that a prediction needs run in turns with the arms, since
-  they are compared with them.
+  What a prediction needs is timed in turns with the arms, since they are
+  compared with it.
 
   Attributes:
     batch: rows decoded at once.
@@ -79,12 +71,13 @@ class Race:
     groups: Sequence[Prompts],
     others: Sequence[Prompts],
     max_new_tokens: int,
+    further: Mapping[Arm, Drafter] | None = None,
   ):
     """Prefills; then `lowered`, `compiled` and the rest.
 
     Args:
       target: the target.
-      drafter: a distilled one, with a `warp` and a `model`.
+      drafter: a distilled one, with a `warp`.
       name: of the drafter, in the table.
       ks: its draft lengths.
       ngram_k: that of prompt lookup.
@@ -93,19 +86,34 @@ class Race:
         length.
       others: groups of other prompts, on which acceptance is measured.
       max_new_tokens: of every row.
+      further: arms whose drafts are of no fixed length, so that they are timed
+        and not predicted. They have the drafter's memory, or none.
+
+    Raises:
+      ValueError: two arms are of one name and length.
     """
     self.batch = len(groups[0])
     self.results = {}
-    self._target, self._name, self._drafter = target, name, drafter
+    self._target = target
     self._rule = verify.as_pytree(rule)
     ks = sorted(set(ks))
-    self._arms = [PLAIN, *(Arm(name, k) for k in ks), Arm('ngram', ngram_k)]
+    self._longest, self._lookup = Arm(name, ks[-1]), Arm('ngram', ngram_k)
+    fixed: dict[Arm, Drafter] = {
+      PLAIN: NoDrafter(),
+      **{Arm(name, k): drafter.at(k) for k in ks},
+      self._lookup: NGram(ngram_k),
+    }
+    further = dict(further or {})
+    if fixed.keys() & further.keys():
+      raise ValueError(f'arms twice: {sorted(fixed.keys() & further.keys())}')
+    self._arms = fixed | further
+    most = max(arm.k for arm in self._arms)
     self._prompt_length = [len(prompt) for prompt in groups[0]]
     self._states, self._other_states = (
       [
         generation.start(
           target,
-          drafter.at(max(*ks, ngram_k)),  # serves every shorter draft
+          drafter.at(most),  # serves every shorter draft
           group,
           key=jax.random.fold_in(jax.random.key(seed), i),
           max_new_tokens=max_new_tokens,
@@ -114,35 +122,27 @@ class Race:
       ]
       for seed, part in enumerate((groups, others))
     )
-    # A pass is timed in the middle of what is generated.
-    self._caches = {
-      kind: cache._replace(length=cache.length + max_new_tokens // 2)
-      for kind, cache in (
-        ('target', self._states[0].cache),
-        ('draft', self._states[0].memory.cache),
-      )
-    }
-    self._models = {'target': target, 'draft': drafter.model}
-    self._widths = [('draft', 1)] + [
-      ('target', 1 + k) for k in sorted({0, *ks, ngram_k})
-    ]
+    self._further = list(further)
     self._programs = {}
-    self._pass_seconds = {width: [] for width in self._widths}
+    self._meter = pricing.Meter(
+      target,
+      fixed,
+      self._rule,
+      batch=self.batch,
+      prompt_length=self._prompt_length[0],
+      context=self._prompt_length[0] + max_new_tokens,
+      split=True,
+    )
 
   def lowered(self) -> dict[Any, jax.stages.Lowered]:
     """The programs, to be compiled and given to `compiled`."""
-    decoding = jax.jit(decode.advance)
-    passing = jax.jit(timing.passes)
-    loops = {
-      (self.batch, arm): decoding.lower(
-        *self._arguments(arm, warps.UNCHANGED, self._states[0], FOREVER)
+    lowered = self._meter.lowered() | {
+      ('round', arm): jax.jit(decode.advance).lower(
+        *self._arguments(arm, 1.0, self._states[0])
       )
-      for arm in self._arms
+      for arm in self._further
     }
-    return loops | {
-      (self.batch, width): passing.lower(*self._pass_arguments(width))
-      for width in self._widths
-    }
+    return {(self.batch, name): low for name, low in lowered.items()}
 
   def compiled(self, programs: Mapping[Any, jax.stages.Compiled]) -> None:
     """Takes the programs, and runs each a little: a first call is slower."""
@@ -151,51 +151,46 @@ class Race:
       for (batch, name), program in programs.items()
       if batch == self.batch
     }
-    for arm in self._arms:
-      self._decoding(arm, warps.UNCHANGED, self._states[0], rounds=1)()
-    for width in self._widths:
-      self._passing(width)()
-
-  def costs(self) -> Costs:
-    """What the forward passes took, in turns with the arms of every `run`."""
-    seconds = self._pass_seconds
-    step = seconds['target', 1]
-    draft = seconds['draft', 1]
-    return Costs(
-      target_step=float(np.median(step)) / (PASSES['target'] * self.parts),
-      draft_step=float(np.median(draft)) / (PASSES['draft'] * self.parts),
-      c=timing.ratio(draft, step).median * PASSES['target'] / PASSES['draft'],
-      v={
-        m - 1: timing.ratio(seconds[kind, m], step).median
-        for kind, m in self._widths
-        if kind == 'target'
-      },
-    )
-
-  def tokens_per_round(self, temperature: float) -> dict[Arm, float]:
-    """Expected by each arm, from what was accepted on the other prompts.
-
-    The longest draft tells the acceptance at each depth and so of every shorter
-    one. Prompt lookup drafts as many tokens as it finds, so its own rounds are
-    counted.
-    """
-    warp = warps.temperature(temperature)
-    longest, ngram = self._arms[-2:]
-    by_depth, lookup = (
-      metrics.summarize(
-        *(
-          self._finish(self._decoding(arm, warp, state)())
-          for state in self._other_states
+    self._meter.compiled(self._programs)
+    for arm in self._further:
+      jax.block_until_ready(
+        self._programs['round', arm](
+          *self._arguments(arm, 1.0, self._states[0], rounds=1)
         )
       )
-      for arm in (longest, ngram)
-    )
-    # A depth that no draft survived to adds nothing, whatever stands there.
-    alpha = [rate or 0.0 for rate in by_depth['acceptance_by_depth']]
-    expected = costs.tokens_by_k(alpha, longest.k)
-    return {arm: float(expected[arm.k]) for arm in self._arms[:-1]} | {
-      ngram: lookup['tokens_per_round']
+
+  def costs(self) -> dict[str, pricing.Costs]:
+    """By drafter, what rounds took, in turns with the arms of every `run`."""
+    return {
+      arm.name: self._meter.costs(arm.name)
+      for arm in (self._longest, self._lookup)
     }
+
+  def outlook(self, temperature: float) -> Outlook:
+    """What the other prompts say.
+
+    The longest draft tells the rounds of every shorter one. Prompt lookup
+    drafts as many tokens as it finds, so its own rounds are counted.
+    """
+    longest, lookup = (
+      [
+        self._finish(self._decoding(arm, temperature, state)())
+        for state in self._other_states
+      ]
+      for arm in (self._longest, self._lookup)
+    )
+    passed = metrics.passed_by_row(*longest, k=self._longest.k)
+    rounds = {
+      arm: costs.rounds_needed(passed, arm.k)
+      for arm in self._arms
+      if arm.name == self._longest.name and arm not in self._further
+    }
+    rounds[self._lookup] = np.concatenate([r.stats.rounds for r in lookup])
+    tested, passing = (
+      sum(int(getattr(result.stats, name).sum()) for result in longest)
+      for name in ('tested', 'passed')
+    )
+    return Outlook(rounds, passing / max(tested, 1))
 
   def run(
     self, temperature: float, repeats: int, done: Callable[[], Any]
@@ -210,21 +205,22 @@ class Race:
     Returns:
       A row of the table for each arm with a draft.
     """
-    warp = warps.temperature(temperature)
     calls = {
-      arm: [self._decoding(arm, warp, state) for state in self._states]
+      arm: [self._decoding(arm, temperature, state) for state in self._states]
       for arm in self._arms
-    } | {width: [self._passing(width)] * self.parts for width in self._widths}
+    }
+    priced = self._meter.calls(warps.temperature(temperature))
+    calls |= {name: [call] * self.parts for name, call in priced.items()}
     seconds, states = timing.alternate(calls, repeats, done)
-    for width in self._widths:
-      self._pass_seconds[width] += seconds[width]
+    self._meter.add(seconds, states)
     results = {
       arm: [self._finish(state) for state in states[arm]] for arm in self._arms
     }
     self.results[temperature] = results
     return [
       self._row(arm, temperature, seconds, results[arm])
-      for arm in self._arms[1:]
+      for arm in self._arms
+      if arm != PLAIN
     ]
 
   @property
@@ -244,7 +240,7 @@ class Race:
       step's add in another order, so a gap of some 1e-5 may go either way.
     """
     found = []
-    for arm in self._arms[1:]:
+    for arm in list(self._arms)[1:]:
       for part, (plain, other) in enumerate(
         zip(results[PLAIN], results[arm], strict=True)
       ):
@@ -258,6 +254,11 @@ class Race:
     spread = timing.ratio(seconds[PLAIN], seconds[arm])
     summary = metrics.summarize(*results)
     new = [tokens for result in results for tokens in result.new_tokens()]
+    # The loop goes on until the slowest row of a batch is done.
+    rounds, plain = (
+      sum(int(result.stats.rounds.max()) for result in some)
+      for some in (results, self.results[temperature][PLAIN])
+    )
     return {
       'drafter': arm.name,
       'temperature': temperature,
@@ -269,6 +270,10 @@ class Race:
       'tokens_per_second': summary['tokens'] / float(np.median(seconds[arm])),
       'baseline_tokens_per_second': summary['tokens']
       / float(np.median(seconds[PLAIN])),
+      'tokens_per_pass': summary['tokens'] / self.batch / rounds,
+      'round_seconds': float(np.median(seconds[arm])) / rounds,
+      'plain_round_seconds': float(np.median(seconds[PLAIN])) / plain,
+      'rounds_per_call': rounds / self.parts,
       'repetition': metrics.repetition(new),
       'acceptance_by_depth': summary['acceptance_by_depth'][: arm.k],
       **{
@@ -281,28 +286,19 @@ class Race:
       },
     }
 
-  def _arguments(self, arm: Arm, warp: Warp, state, rounds: int) -> tuple:
-    if arm.name == self._name:
-      drafter = dataclasses.replace(self._drafter.at(arm.k), warp=warp)
-    else:
-      drafter = NGram(arm.k) if arm.k else NoDrafter()
-      state = state._replace(memory=())  # neither of them has one
-    eos = generation.end_ids(self._target, ())
-    return self._target, drafter, self._rule, warp, eos, state, rounds
-
-  def _pass_arguments(self, width: tuple[str, int]) -> tuple:
-    kind, m = width
-    tokens = jnp.ones((self.batch, m), jnp.int32)
-    return self._models[kind], self._caches[kind], tokens, PASSES[kind]
-
-  def _decoding(self, arm, warp, state, rounds=FOREVER):
+  def _decoding(self, arm, temperature, state):
     """A call that has nothing left to do on the host."""
-    arguments = self._arguments(arm, warp, state, rounds)
-    return functools.partial(self._programs[arm], *arguments)
+    arguments = self._arguments(arm, temperature, state)
+    return functools.partial(self._programs['round', arm], *arguments)
 
-  def _passing(self, width):
-    return functools.partial(
-      self._programs[width], *self._pass_arguments(width)
+  def _arguments(self, arm, temperature, state, rounds=pricing.FOREVER):
+    return pricing.arguments(
+      self._target,
+      self._arms[arm],
+      self._rule,
+      warps.temperature(temperature),
+      state,
+      rounds,
     )
 
   def _finish(self, state) -> generation.Result:
@@ -321,22 +317,84 @@ def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:
   return [prompts[i : i + batch] for i in range(0, total, batch)]
 
 
-def predict(row: Mapping[str, Any], tokens: float, cost: Costs) -> dict:
-  """The prediction that belongs to a row of the table.
+def predict(
+  row: Mapping[str, Any],
+  outlook: Outlook,
+  cost: pricing.Costs,
+  groups: int,
+  new_tokens: int,
+) -> dict[str, Any]:
+  """The prediction that belongs to a row of the table, and where they part.
 
   Args:
     row: of the table.
-    tokens: per round, as expected.
-    cost: at the row's batch size.
+    outlook: at its temperature.
+    cost: of its drafter at its batch size.
+    groups: of prompts that the row was measured on.
+    new_tokens: of every prompt.
 
   Returns:
-    c (0 for a drafter that does not compute), v(K) and the speedup.
+    c and v(K); tokens per pass and the speedup with the interval that prompts
+    leave open; the i.i.d. formula's speedup with v(K) and with v = 1; how much
+    too high the speedup is, as a share, and what of it comes from tokens and
+    from time, which multiply; and the seconds of a measured round by part:
+    `host` (what a call takes that does nothing), `draft` (the prompt's reading
+    too), `verify` (bare passes) and `loop`, which is the rest: rule, warp,
+    draw, commit, bookkeeping.
   """
-  k = row['k']
-  c = cost.c if row['drafter'] != 'ngram' else 0.0
+  arm, batch = Arm(row['drafter'], row['k']), row['batch']
+  k, rounds = arm.k, outlook.rounds[arm]
+  expected = costs.slowest(rounds, batch)
+  least, most = costs.rounds_interval(rounds, batch, groups)
+  predicted, low, high, as_decoded = (
+    cost.speedup(k, count, new_tokens)
+    for count in (expected, most, least, row['rounds_per_call'])
+  )
+  reading = (cost.start - cost.call) / row['rounds_per_call']
+  parts = {
+    'host': cost.call / row['rounds_per_call'],
+    'draft': k * cost.c[k] + reading,
+    'verify': cost.passes[k],
+  }
+  seconds = {
+    name: part * row['plain_round_seconds'] for name, part in parts.items()
+  }
+  # A point mass is no i.i.d. acceptance: lookup has it or has it not.
+  iid = costs.expected_tokens(outlook.alpha, k)
+  formulas = {
+    name: None
+    if arm.name == 'ngram'
+    else float(costs.speedup(iid, k, cost.c[k], v))
+    for name, v in (('iid_speedup', cost.v[k]), ('classical_speedup', 1.0))
+  }
   return {
-    'draft_cost_ratio': c,
+    'draft_cost_ratio': cost.c[k],
     'verify_cost': cost.v[k],
-    'expected_tokens_per_round': tokens,
-    'predicted_speedup': float(costs.speedup(tokens, k, c, cost.v[k])),
+    'expected_tokens_per_pass': new_tokens / expected,
+    'predicted_speedup': predicted,
+    'predicted_min': low,
+    'predicted_max': high,
+    **formulas,
+    'off': predicted / row['speedup'] - 1,
+    'off_by_tokens': predicted / as_decoded - 1,
+    'off_by_time': as_decoded / row['speedup'] - 1,
+    'round_parts': seconds
+    | {'loop': row['round_seconds'] - sum(seconds.values())},
+  }
+
+
+def best_ks(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+  """The best draft length by measurement and by each prediction.
+
+  Args:
+    rows: of one drafter, temperature and batch size, all predicted.
+  """
+  return {
+    name: max(rows, key=lambda row: (row[name], -row['k']))['k']
+    for name in (
+      'speedup',
+      'predicted_speedup',
+      'iid_speedup',
+      'classical_speedup',
+    )
   }

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Block, LanguageModel
+from specjax.decode import DecodeState
+from specjax.types import Array, Block, Drafter, Keys, LanguageModel
 
 Name = TypeVar('Name', bound=Hashable)
 
@@ -121,3 +122,45 @@ def passes(
     return written._replace(length=cache.length), tokens
 
   return jax.lax.fori_loop(0, count, once, (cache, tokens))
+
+
+def proposals(
+  target: LanguageModel,
+  drafter: Drafter,
+  state: DecodeState,
+  count: int | Array,
+) -> tuple[Any, Array]:
+  """A loop of drafts, to be compiled and timed.
+
+  Each is what a round pays for its draft: `propose`, with what it catches up
+  on, and `observe`. Nothing of a draft is kept, so every one stands at the
+  same place, behind another pending token: the first one drafted before.
+
+  Args:
+    target: which the drafter may borrow from.
+    drafter: proposes a token or more.
+    state: where to stand, with the drafter's memory. What that has not read
+      yet, as a prompt, is part of the first draft's time.
+    count: drafts.
+
+  Returns:
+    The memory and the tokens, so that nothing is optimised away.
+  """
+  fold = jax.vmap(jax.random.fold_in, (0, None))
+  pending = jax.vmap(lambda row, at, token: row.at[at].set(token))
+
+  def once(i, carry):
+    memory, tokens = carry
+    keys = Keys(fold(state.row, i), state.row)
+    draft, memory = drafter.propose(
+      target, state.cache, memory, keys, tokens, state.length
+    )
+    first = draft.tokens[:, :1]
+    block = Block(jnp.concatenate([first, draft.tokens], 1), draft.parents)
+    output, _ = jax.eval_shape(target.extend, block, state.cache)
+    output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)
+    kept = jnp.zeros(block.tokens.shape, bool)
+    memory = drafter.observe(target, memory, block, kept, output)
+    return memory, pending(tokens, state.length - 1, first[:, 0])
+
+  return jax.lax.fori_loop(0, count, once, (state.memory, state.tokens))

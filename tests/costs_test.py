@@ -1,5 +1,7 @@
 """The cost model against enumeration and the published formula."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,65 @@ def test_dear_verification_shortens_the_draft():
 def test_rates_that_are_missing_are_refused(alpha):
   with pytest.raises(ValueError, match='draft length 2'):
     costs.expected_tokens(alpha, 2)
+
+
+def rounds_by_hand(row, k):
+  """Rounds of k tokens: each ends with the first that fails, or one more."""
+  text, rounds = list(row), 0
+  while text:
+    draft = text[:k]
+    failed = draft.index(False) if False in draft else len(draft)
+    text = text[failed + 1 :]
+    rounds += 1
+  return rounds
+
+
+@pytest.mark.parametrize('k', range(5))
+def test_rounds_needed_of_every_short_text(k):
+  texts = [
+    list(text)
+    for n in range(1, 7)
+    for text in itertools.product([False, True], repeat=n)
+  ]
+  want = [rounds_by_hand(text, k) for text in texts]
+  assert costs.rounds_needed(texts, k).tolist() == want
+  assert want != [rounds_by_hand(text, k + 1) for text in texts]
+
+
+def test_rounds_needed_where_tests_are_independent():
+  rng = np.random.default_rng(0)
+  passed = rng.random((1, 40_000)) < 0.7
+  for k in (1, 4):
+    got = 40_000 / costs.rounds_needed(passed, k)[0]
+    assert got == pytest.approx(costs.expected_tokens(0.7, k), rel=0.02)
+  # Of the same rate, but in runs: now the formula promises too much.
+  runs = np.sort(passed.reshape(-1, 100)).reshape(1, -1)
+  assert 40_000 / costs.rounds_needed(runs, 4)[0] < 0.85 * got
+
+
+@pytest.mark.parametrize('batch', [1, 2, 3, 5])
+def test_the_slowest_over_all_choices(batch):
+  rounds = [4, 9, 9, 1, 6]
+  choices = itertools.combinations(rounds, batch)
+  want = np.mean([max(choice) for choice in choices])
+  assert costs.slowest(rounds, batch) == pytest.approx(want)
+
+
+def test_a_batch_that_no_texts_speak_for_is_refused():
+  with pytest.raises(ValueError, match='a batch of 3 .* from 2 texts'):
+    costs.slowest([1, 2], 3)
+
+
+def test_the_interval_is_that_of_both_samples():
+  rounds = np.random.default_rng(0).normal(50, 10, 64)
+  low, high = costs.rounds_interval(rounds, 1, 16)
+  # Of a difference of two means: of 64 texts and of 16.
+  half = 1.96 * np.std(rounds) * np.sqrt(1 / 64 + 1 / 16)
+  assert low == pytest.approx(rounds.mean() - half, abs=1.0)
+  assert high == pytest.approx(rounds.mean() + half, abs=1.0)
+  assert costs.rounds_interval([7] * 9, 3, 2) == (7, 7)
+  # The slowest of many lies above nearly all single ones.
+  assert costs.rounds_interval(rounds, 16, 1)[0] > rounds.mean()
 
 
 def test_acceptance_floor_values():

@@ -82,13 +82,32 @@ def test_speedup_reports_and_draws(run):
   for row in report['sweep']:
     assert row['speedup_min'] <= row['speedup'] <= row['speedup_max']
     assert 1 <= row['tokens_per_round'] <= row['k'] + 1
-    predicted = row['expected_tokens_per_round'] / (
-      row['k'] * row['draft_cost_ratio'] + row['verify_cost']
+    (cost,) = report['costs'].values()  # of one batch size
+    cost, new = cost[row['drafter']], report['config']['decode']
+    rounds = new['max_new_tokens'] / row['expected_tokens_per_pass']
+    predicted = (cost['call'] + new['max_new_tokens']) / (
+      cost['start']
+      + rounds * (row['k'] * row['draft_cost_ratio'] + row['verify_cost'])
     )
     assert row['predicted_speedup'] == pytest.approx(predicted)
+    assert 1 + row['off'] == pytest.approx(
+      (1 + row['off_by_tokens']) * (1 + row['off_by_time'])
+    )
+    assert sum(row['round_parts'].values()) == pytest.approx(
+      row['round_seconds']
+    )
   assert all(m['margin'] < 1e-4 for m in report['greedy_mismatches'])
   assert f'{report["speedup"]:.2f}x at K = {report["k"]}, T = 1' in out
-  for picture in ('speedup', 'acceptance_by_depth', 'training_pretrain'):
+  (kept,) = json.loads((run / 'costs.json').read_text())
+  assert kept['costs'] == report['costs']['1']['model']
+  assert (kept['batch'], kept['context']) == (1, 64)
+  assert 'best K: ' in out and 'predicted [95 %]' in out
+  for picture in (
+    'speedup',
+    'acceptance_by_depth',
+    'predictions',
+    'training_pretrain',
+  ):
     assert (run / f'{picture}.png').exists()
     assert f'{picture}.png' in out
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import losses, metrics
+from specjax import decode, losses, metrics
 
 
 class Stats(NamedTuple):
@@ -227,3 +228,38 @@ def test_confidence_interval_is_students():
   assert mean == pytest.approx(0.2)
   assert half == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-5)
   assert metrics.confidence_interval([0.5]) == (0.5, math.inf)
+
+
+def origins(text, tested, passed):
+  """A result of rows with these origins, and counts at depths 1 and 2."""
+  letters = {'a': decode.ACCEPTED, 'c': decode.CORRECTED, 'b': decode.BONUS}
+  rows = [[decode.PROMPT] * 2 + [letters[x] for x in row] for row in text]
+  size = max(map(len, rows)) + 3
+  origin = np.array([row + [0] * (size - len(row)) for row in rows])
+  stats = types.SimpleNamespace(
+    origin=origin, tested=np.array([tested]), passed=np.array([passed])
+  )
+  return types.SimpleNamespace(
+    prompt_length=np.full(len(rows), 2),
+    length=np.array([len(row) for row in rows]),
+    stats=stats,
+  )
+
+
+def test_passed_by_row_is_what_was_accepted():
+  one = origins(['aacac', 'c'], tested=[4, 2], passed=[3, 2])
+  two = origins(['ca'], tested=[2, 0], passed=[1, 0])
+  got = [row.tolist() for row in metrics.passed_by_row(one, two, k=2)]
+  assert got == [[1, 1, 0, 1, 0], [0], [0, 1]]
+
+
+@pytest.mark.parametrize('share', [0, 0.25, 1])
+def test_a_token_behind_a_whole_draft_passes_as_the_last_tested_do(share):
+  text = ['aab' * 800]
+  # The rate is that at depth k, and no other.
+  result = origins(text, tested=[99, 400], passed=[50, int(400 * share)])
+  (row,) = metrics.passed_by_row(result, k=2)
+  assert row.reshape(-1, 3)[:, :2].all()
+  assert row[2::3].mean() == pytest.approx(share, abs=0.06)
+  again = metrics.passed_by_row(result, k=2)[0]
+  np.testing.assert_array_equal(row, again)

@@ -27,6 +27,28 @@ SWEEP = [
   for batch in (8, 1)
   for k in (4, 1, 2)
 ]
+PREDICTED = [
+  {
+    'temperature': t,
+    'batch': batch,
+    'k': k,
+    'speedup': 1 + k / 8,
+    'predicted_speedup': 1.05 + k / 8,
+    'predicted_min': 1 + k / 10,
+    'predicted_max': 1.1 + k / 8,
+    'iid_speedup': 1 + k / 9,
+    'classical_speedup': 1 + k,
+    'round_parts': {
+      'host': 0.001,
+      'draft': 0.001 * k,
+      'verify': 0.004,
+      'loop': 0.002 if k > 1 else -0.001,
+    },
+  }
+  for t in (0.0, 1.0)
+  for batch in (8, 1)
+  for k in (4, 1, 2)
+]
 RECORDS = [{'step': s, 'loss': 3 / (s + 1)} for s in range(40)] + [
   {'step': 20, 'kl': 0.5},
   {'step': 40, 'kl': 0.4},
@@ -62,6 +84,7 @@ PICTURES = {
     path, TRANSFORMS, CERTIFICATE
   ),
   'speedup': lambda path: plots.speedup_by_k(path, SWEEP),
+  'predictions': lambda path: plots.predictions(path, PREDICTED),
   'depth': lambda path: plots.acceptance_by_depth(
     path, {'T = 0': [0.9, 0.8, 0.7], 'T = 1': [0.6, None]}
   ),
@@ -145,6 +168,31 @@ def test_the_best_k_of_each_curve_is_named(tmp_path, figure):
   top = max(row['speedup_max'] for row in SWEEP)
   renderer_box = one.texts[-1].get_window_extent()
   assert one.transData.inverted().transform(renderer_box)[0, 1] > top
+
+
+def test_predictions_stand_in_the_band_and_parts_on_one_another(
+  tmp_path, figure
+):
+  PICTURES['predictions'](tmp_path / 'x.png')
+  axes = figure().axes
+  assert [axis.get_title() for axis in axes[:4]] == [
+    f'T = {t}, batch {batch}' for t in (0, 1) for batch in (1, 8)
+  ]
+  for lines, bars in zip(axes[:4], axes[4:], strict=True):
+    assert [t.get_text() for t in lines.get_xticklabels()] == ['1', '2', '4']
+    drawn = {line.get_label(): line.get_ydata() for line in lines.lines}
+    np.testing.assert_allclose(drawn['measured'], [1.125, 1.25, 1.5])
+    np.testing.assert_allclose(drawn['predicted'], [1.175, 1.3, 1.55])
+    np.testing.assert_allclose(drawn['i.i.d., v = 1'], [2, 3, 5])
+    edge = lines.collections[0].get_paths()[0].vertices[:, 1]
+    assert edge.min() == pytest.approx(0.9 * 1.125)
+    assert edge.max() == pytest.approx(1.1 * 1.5)
+    tops = [
+      [bar.get_y() + bar.get_height() for bar in part]
+      for part in bars.containers
+    ]
+    want = [[1, 1, 1], [2, 3, 5], [6, 7, 9], [6, 9, 11]]  # ms; none below zero
+    np.testing.assert_allclose(tops, want)
 
 
 def test_a_rejected_test_stands_beyond_the_threshold(tmp_path, figure):

@@ -59,6 +59,7 @@ def test_the_page_itself_is_fine():
     ('speedup.batches', (), 'at least one value'),
     ('speedup.ks', (), 'at least one value'),
     ('speedup.repeats', 0, '1 or more'),
+    ('speedup.others', 0, '1 or more'),
   ],
 )
 def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import toys
 
-from specjax import timing
-from specjax.types import Block
+from specjax import generation, timing
+from specjax.drafters.model import ModelDrafter
+from specjax.types import Block, Keys
 
 
 class Clock:
@@ -84,3 +85,28 @@ def test_a_pass_is_extend_unembed_and_commit_at_one_place(m):
     after.rows,
     expected_cache.rows,
   )
+
+
+def test_a_proposal_is_made_at_one_place_and_leaves_nothing_behind():
+  target = toys.transformer()
+  drafter = ModelDrafter(toys.transformer(1), 3)
+  key = jax.random.key(0)
+  prompts = [[1, 2, 3, 4], [5, 6]]
+  state = generation.start(target, drafter, prompts, key=key, max_new_tokens=8)
+  tokens = state.tokens
+  last = jnp.arange(2), state.length - 1
+  for i in range(2):
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    draft, _ = drafter.propose(
+      target,
+      state.cache,
+      state.memory,
+      Keys(fold(state.row, i), state.row),
+      tokens,
+      state.length,
+    )
+    tokens = tokens.at[last].set(draft.tokens[:, 0])
+  memory, got = jax.jit(timing.proposals)(target, drafter, state, 2)
+  np.testing.assert_array_equal(got, tokens)
+  assert (np.asarray(got) != state.tokens).any()
+  np.testing.assert_array_equal(memory.cache.length, state.length - 1)
