@@ -256,7 +256,7 @@ def draft_size(
   one, two, three, four = itertools.islice(_styles(), 4)
   panels[0].plot(x, alpha, **one)
   panels[1].plot(x, c, **two)
-  proportional = {'color': _GREY, 'linestyle': ':', 'label': 'c = the share'}
+  proportional = {'color': _GREY, 'linestyle': ':', 'label': 'c = share'}
   handles = panels[1].plot(x, x, **proportional)
   panels[2].axhline(1, color=_GREY, linewidth=1)
   _speedup_line(panels[2], rows, three, x='ratio')
@@ -281,7 +281,7 @@ def draft_size(
   panels[0].set_ylabel('Σ min(p, q), mean over positions')
   panels[1].set_ylabel('draft step / plain step of the target')
   panels[1].set_ylim(0)
-  panels[2].set_ylabel('speedup over plain (×; median, min–max)')
+  panels[2].set_ylabel('speedup over plain (×; min–max)')
   panels[2].set_ylim(0, panels[2].dataLim.y1 / (0.95 - _LINE_HEIGHT))
   return _save(figure, path, handles)
 
