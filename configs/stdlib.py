@@ -89,6 +89,16 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   speedup.others = 32  # to predict from; greedy texts differ much
   speedup.repeats = 3  # the fewest with a median inside least and most
 
+  # Drafts of about 1/2, 1/5, 1/10, 1/20 and 1/50 of the target's parameters, a
+  # column each. Depth shrinks with width, down to the two layers it takes to
+  # look back at what followed a token earlier.
+  config.draft_sizes = sizes = config_dict.ConfigDict()
+  sizes.width = (384, 256, 192, 128, 64)
+  sizes.layers = (5, 4, 3, 2, 2)
+  sizes.heads = (6, 4, 3, 2, 1)  # of 64, like the target's
+  sizes.kv_heads = (2, 2, 1, 2, 1)
+  sizes.hidden = (1152, 704, 560, 448, 256)
+
   if variant == 'tiny':
     config.workdir = 'runs/stdlib-tiny'
     corpus.tokenizer, corpus.vocab_size = 'bytes', 256
@@ -105,6 +115,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     decode.prompt_length = 4
     speedup.batches, speedup.ks = (1, 2), (1, 2)
     speedup.prompts, speedup.repeats, speedup.others = 2, 2, 2
+    sizes.width, sizes.layers, sizes.hidden = (32, 16), (1, 1), (32, 16)
+    sizes.heads, sizes.kv_heads = (2, 1), (1, 1)
   elif variant:
     raise ValueError("there is no such variant; there is 'tiny'")
   return config

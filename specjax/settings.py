@@ -74,8 +74,34 @@ def check(config: Mapping[str, Any]) -> None:
     TransformerConfig(vocab_size=2, **config['target'])
   if 'draft' in config:
     drafters.find(config['draft']['drafter'])
+  if 'draft_sizes' in config:
+    _check_sizes(config['draft_sizes'])
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
+
+
+def _check_sizes(columns: Mapping[str, Any]) -> None:
+  """Refuses sizes of drafts that are no models, or share a folder."""
+  lengths = {name: len(column) for name, column in columns.items()}
+  if len(set(lengths.values())) > 1:
+    counts = ', '.join(f'{name} {count}' for name, count in lengths.items())
+    raise ValueError(
+      f'draft_sizes has columns of different lengths ({counts}): each draft'
+      ' needs a value in each'
+    )
+  for row in zip(*columns.values(), strict=True):
+    sizes = dict(zip(columns, row, strict=True))
+    try:
+      TransformerConfig(vocab_size=2, **sizes)
+    except ValueError as error:
+      raise ValueError(f'draft_sizes: {error}') from error
+  names = list(zip(columns['width'], columns['layers'], strict=True))
+  for width, layers in names:
+    if names.count((width, layers)) > 1:
+      raise ValueError(
+        f'draft_sizes has two drafts of width {width} and {layers} layers: one'
+        ' of the two must differ'
+      )
 
 
 def _wanted(name: str, value: Any) -> str | None:
