@@ -13,6 +13,7 @@ and every draft is scored on the least rung that holds it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -160,15 +161,14 @@ class Adaptive:
   """Takes the length whose predicted speedup is highest.
 
   That is (1 + Σ_{k≤K} Π_{j≤k} α_j) / (K c + v(K)) with the running acceptance
-  rate at every depth, which leans on the rate over all depths where it has
+  rate α at every depth, which leans on the rate over all depths where it has
   seen little, as that leans on a hopeful one. When the last few tests would be
   a surprise at the running rate, all before them are forgotten. What was seen
   fades while nothing is drafted, so it tries again by itself.
 
   Attributes:
     rungs: the ladder.
-    c: draft step / plain step.
-    v: by rung, a pass over K + 1 tokens / plain step.
+    cost: `[rungs]` K c + v(K), what a round of K tokens takes, in plain rounds.
     memory: weight of a round against the one that follows it.
     lately: weight of a test against the one that follows it, among the last
       few; of any against a round that drafts nothing.
@@ -179,8 +179,7 @@ class Adaptive:
   """
 
   rungs: tuple[int, ...] = dataclasses.field(metadata={'static': True})
-  c: float | Array
-  v: Array
+  cost: Array
   memory: float | Array = 0.97
   lately: float | Array = 0.85
   surprise: float | Array = 2.0
@@ -191,10 +190,10 @@ class Adaptive:
   def __post_init__(self):
     """Refuses costs that do not belong to the ladder."""
     _require_ladder(self.rungs)
-    if jnp.shape(self.v) != (len(self.rungs),):
+    if jnp.shape(self.cost) != (len(self.rungs),):
       raise ValueError(
-        f'v has shape {list(jnp.shape(self.v))}: the ladder {self.rungs} needs'
-        ' a cost for each of its lengths'
+        f'costs of shape {list(jnp.shape(self.cost))}: the ladder {self.rungs}'
+        ' needs one for each of its lengths'
       )
 
   def init(self) -> AdaptiveState:
@@ -208,7 +207,7 @@ class Adaptive:
     alpha /= control.tested + self.lean
     tokens = jnp.concatenate([jnp.ones(1), 1 + jnp.cumsum(jnp.cumprod(alpha))])
     k = jnp.asarray(self.rungs, jnp.int32)
-    return Limit(k[jnp.argmax(tokens[k] / (k * self.c + self.v))])
+    return Limit(k[jnp.argmax(tokens[k] / self.cost)])
 
   def update(self, control: AdaptiveState, seen: Seen) -> AdaptiveState:
     """Counts a round, as one row's whatever the batch."""
@@ -307,20 +306,21 @@ class Confidence:
 CONTROLLERS = ('fixed', 'fallback', 'adaptive', 'confidence')
 
 
-def find(name: str, k: int, c: float = 0.0, v: Any = None) -> DraftLength:
+def find(
+  name: str, k: int, cost: Callable[[int], float] | None = None
+) -> DraftLength:
   """A controller with its usual settings.
 
   Args:
     name: one of `CONTROLLERS`.
     k: the longest draft.
-    c: draft step / plain step, for 'adaptive'.
-    v: by rung of `ladder(k)`, a pass over K + 1 tokens / plain step; likewise.
+    cost: what a round of K tokens takes, in plain rounds; for 'adaptive'.
 
   Returns:
     The controller.
 
   Raises:
-    ValueError: there is none of that name, or none that drafts nothing.
+    ValueError: there is none of that name, or k is 0 and it is not fixed.
   """
   if name not in CONTROLLERS:
     raise ValueError(
@@ -332,7 +332,7 @@ def find(name: str, k: int, c: float = 0.0, v: Any = None) -> DraftLength:
     return Fallback(ladder(k))
   if name == 'confidence':
     return Confidence(ladder(k))
-  return Adaptive(ladder(k), c, jnp.asarray(v, jnp.float32))
+  return Adaptive(ladder(k), jnp.array([cost(n) for n in ladder(k)]))
 
 
 def _require_ladder(rungs: tuple[int, ...]):

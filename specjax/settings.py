@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import drafters, runs, verify
+from specjax import draft_length, drafters, runs, verify
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
 _LEAST = {
   'batch': 1,
   'batches': 1,
+  'controlled_k': 1,
   'eval_every': 1,
   'eval_windows': 1,
   'heads': 1,
@@ -76,8 +77,32 @@ def check(config: Mapping[str, Any]) -> None:
     drafters.find(config['draft']['drafter'])
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'])
+  _check_draft_lengths(config)
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
+
+
+def _check_draft_lengths(config: Mapping[str, Any]) -> None:
+  """Refuses controllers that there are not, and what they cannot have."""
+  decode, speedup = config.get('decode', {}), config.get('speedup', {})
+  name = decode.get('draft_length', 'fixed')
+  for known in (name, *speedup.get('controllers', ())):
+    draft_length.find(known, 1, lambda k: 1.0)
+  if name != 'fixed' and decode['k'] < 1:
+    raise ValueError(
+      f'decode.draft_length is {name!r} and decode.k, the longest draft,'
+      f' {decode["k"]}: it must be 1 or more'
+    )
+  if 'fixed' in speedup.get('controllers', ()):
+    raise ValueError(
+      "speedup.controllers has 'fixed': speedup.ks are the fixed lengths"
+    )
+  longest = speedup.get('controlled_k', 0)
+  if speedup.get('controllers') and longest > max(speedup['ks']):
+    raise ValueError(
+      f'speedup.controlled_k is {longest} and the longest of speedup.ks'
+      f' {max(speedup["ks"])}: what its rounds cost is measured at those'
+    )
 
 
 def _check_sizes(columns: Mapping[str, Any]) -> None:

@@ -29,10 +29,16 @@ TARGET = Markov(jnp.asarray(TABLE))
 NEAR = Markov(jnp.asarray(TABLE + oracles.table(1, 2, V, 1.0)))
 PROMPTS = [[3], [1, 2, 1], [0, 6, 5] * 5]
 RUNGS = draft_length.ladder(K)
-C, BY_K = 0.05, 1 + 0.1 * np.arange(17)  # costs as they are on a CPU
+C, BY_K = 0.05, 1 + 0.1 * np.arange(17)  # c and v as they are on a CPU
+
+
+def round_cost(k):
+  return k * C + BY_K[k]
+
+
 CONTROLLERS = {
   'fallback': draft_length.Fallback(RUNGS, threshold=0.6, wait=2),
-  'adaptive': draft_length.Adaptive(RUNGS, C, jnp.array(BY_K[list(RUNGS)])),
+  'adaptive': draft_length.find('adaptive', K, round_cost),
   'confidence': draft_length.Confidence(RUNGS, bound=0.55),
 }
 DRAFTERS = {
@@ -57,9 +63,9 @@ def generate(drafter, controller, prompts, new, seed=0, **settings):
   )
 
 
-def cost(result, v=BY_K, c=C):
-  """Plain steps that a batch's rounds take."""
-  return costs.modelled(result.stats.lengths, c, v)
+def cost(result):
+  """Plain rounds that a batch's rounds take."""
+  return costs.modelled(result.stats.lengths, round_cost)[0]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +225,9 @@ def test_adaptive_takes_the_best_length_of_the_cost_model():
   rng = np.random.default_rng(0)
   for c, slope in ((0.02, 0.02), (0.05, 0.1), (0.2, 0.3), (0.5, 1.0)):
     v = 1 + slope * np.arange(K + 1)
+    cost = (np.arange(K + 1) * c + v)[list(RUNGS)]
     controller = draft_length.Adaptive(
-      RUNGS, c, jnp.array(v[list(RUNGS)]), memory=1.0, surprise=1e9
+      RUNGS, jnp.array(cost), memory=1.0, surprise=1e9
     )
     passed = np.cumprod(rng.random((3000, K)) < alpha, 1) > 0
     tested = np.hstack([np.ones((3000, 1), bool), passed[:, :-1]])
@@ -237,11 +244,11 @@ def test_adaptive_takes_the_best_length_of_the_cost_model():
 
 
 def test_adaptive_leaves_a_plain_round_when_it_has_forgotten():
-  controller = draft_length.Adaptive(RUNGS, C, jnp.array(BY_K[list(RUNGS)]))
+  controller = CONTROLLERS['adaptive']
   found = lengths(controller, [(0, 1)] * 6 + [(0, 0)] * 60)
   assert found[6] == 0 and found[-1] > 0
   # At costs that no draft is worth it never tries.
-  dear = draft_length.Adaptive(RUNGS, 9.0, jnp.array(BY_K[list(RUNGS)]))
+  dear = draft_length.find('adaptive', K, lambda k: 1 + 9 * k)
   assert set(lengths(dear, [(0, 0)] * 60)) == {0}
 
 
@@ -346,20 +353,20 @@ def regimes(stay, vocab=16):
 
 def test_adaptive_is_near_an_oracle_of_the_regime():
   """One that knows which it is in, and the best length there."""
-  k, v, new, seeds = 16, BY_K, 4000, range(4)
+  k, new, seeds = 16, 4000, range(4)
   rungs = draft_length.ladder(k)
 
   def spent(controller, k, stay, new, prompt=0, seed=0):
     target, draft = regimes(stay)
     drafter = ModelDrafter(draft, k)
     result = generate(drafter, controller, [[prompt]], new, seed, target=target)
-    return cost(result, v), result.new_tokens()[0]
+    return cost(result), result.new_tokens()[0]
 
   best = [
     min(spent(draft_length.FIXED, j, 1e9, 2000, side)[0] / 2000 for j in rungs)
     for side in (0, 15)
   ]
-  adaptive = draft_length.Adaptive(rungs, C, jnp.array(v[list(rungs)]))
+  adaptive = draft_length.find('adaptive', k, round_cost)
   over = {}
   for name, controller, j in [
     ('adaptive', adaptive, k),
@@ -383,8 +390,8 @@ def test_a_ladder_climbs_from_nothing():
   for rungs in ((), (0,), (1, 2), (0, 2, 1), (0, 1, 1)):
     with pytest.raises(ValueError, match='should climb from 0'):
       draft_length.Fallback(rungs)
-  with pytest.raises(ValueError, match='a cost for each'):
-    draft_length.Adaptive(RUNGS, 0.1, jnp.ones(3))
+  with pytest.raises(ValueError, match='needs one for each'):
+    draft_length.Adaptive(RUNGS, jnp.ones(3))
 
 
 def test_what_does_not_fit_is_refused():

@@ -206,7 +206,7 @@ RUNGS = (0, 1, 3)
 CONTROLLERS = {
   'fallback': draft_length.Fallback(RUNGS, threshold=0.6, memory=0.3, wait=1),
   'adaptive': draft_length.Adaptive(
-    RUNGS, 0.1, jnp.array([1.0, 1.3, 1.9]), memory=0.5
+    RUNGS, jnp.array([1.0, 1.4, 2.2]), memory=0.5
   ),
   'confidence': draft_length.Confidence(RUNGS, bound=0.55, rate=0.1),
 }
