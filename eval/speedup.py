@@ -34,7 +34,9 @@ from specjax import (
 )
 from specjax.workspace import Workspace
 
-DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
+DRAFT = flags.DEFINE_string(
+  'draft', 'draft', "the draft's folder in the run; untrained: a bad one"
+)
 
 
 def main(config, folder):
@@ -64,6 +66,8 @@ def measure(workspace: Workspace, draft: str):
   # Runs from before they were asked for do not have them.
   wanted = max(c.get('others', 0), largest)
   controllers = c.get('controllers', ())
+  # What a round costs is measured at the fixed lengths.
+  controlled_k = min(c.get('controlled_k', 0), max(c['ks']))
   others = sweep.groups(
     workspace.prompts('validation', wanted, decode['prompt_length']),
     largest,
@@ -85,7 +89,7 @@ def measure(workspace: Workspace, draft: str):
       others=others if batch == largest else [],
       max_new_tokens=new,
       controllers=controllers,
-      controlled_k=c.get('controlled_k', 0),
+      controlled_k=controlled_k,
     )
     for batch in c['batches']
   }
@@ -135,7 +139,7 @@ def measure(workspace: Workspace, draft: str):
       row[decode['prompt_length'] :] for row in text
     ),
     'compile_seconds': compile_seconds,
-    'ladder': ladder(c, compiling, min(c['batches'])),
+    'ladder': ladder(c, controlled_k, compiling),
     'costs': {
       batch: {drafter: cost._asdict() for drafter, cost in found.items()}
       for batch, found in costs.items()
@@ -147,15 +151,14 @@ def measure(workspace: Workspace, draft: str):
   }
 
 
-def ladder(c, seconds, batch):
+def ladder(c, k, seconds):
   """What it took to compile ladders of lengths, and a fixed one, by name."""
-  k, found = c.get('controlled_k', 0), {}
-  for (size, (kind, arm)), took in seconds.items():
+  wanted, found = {*c.get('controllers', ())}, {}
+  for (batch, (kind, arm)), took in seconds.items():
     fixed = arm.k == max(c['ks']) and arm.name != 'ngram'
-    if (size, kind) == (batch, 'round') and (
-      fixed or arm.name in c.get('controllers', ())
-    ):
-      found[arm.name] = took
+    if kind == 'round' and batch == min(c['batches']):
+      if fixed or arm.name in wanted:
+        found[arm.name] = took
   return {'rungs': draft_length.ladder(k), 'seconds': found}
 
 
@@ -222,7 +225,7 @@ def draw(workspace, draft, report):
 def show(report):
   """Prints a table for each temperature and batch, and what they come to."""
   console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 88)  # of the second table
+  console.width = max(console.width, 96)  # of the second table
   for (t, batch), rows in itertools.groupby(
     report['sweep'], lambda row: (row['temperature'], row['batch'])
   ):

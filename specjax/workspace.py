@@ -46,6 +46,7 @@ from specjax.types import Batch, Drafter, DraftLength, Warp
 
 # What the target was made from; a draft belongs to all of it.
 TARGET = ('corpus', 'target', 'pretrain')
+UNTRAINED = 'untrained'  # a draft that every run has
 # Ways to draft that `proposer` knows.
 PROPOSERS = (
   'model',
@@ -216,7 +217,8 @@ class Workspace:
     """A distilled drafter, the best checkpoint of it.
 
     Args:
-      name: its folder within the run, 'draft' unless it was named otherwise.
+      name: its folder within the run, 'draft' unless it was named otherwise;
+        'untrained', where there is no such folder, is one that knows nothing.
       warp: what it samples with; the target's makes it accepted most.
 
     Raises:
@@ -224,6 +226,8 @@ class Workspace:
       ValueError: it was trained with another tokenizer.
     """
     folder = self.folder / name
+    if name == UNTRAINED and not folder.exists():
+      return dataclasses.replace(self.new_drafter(0), warp=warp)
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
     self._require(folder, 'draft' if name == 'draft' else name, command)
     size = self.tokenizer.vocab_size

@@ -8,6 +8,7 @@ from scripts import ROOT, finish, start
 
 from specjax import experiment, logs, runs
 from specjax.checkpoint import Checkpoints
+from specjax.draft_length import CONTROLLERS
 from specjax.workspace import Workspace
 
 pytestmark = pytest.mark.slow  # a process each, and most of a second to start
@@ -76,8 +77,13 @@ def test_speedup_reports_and_draws(run):
   assert arms == {
     (name, t, k)
     for t in (0.0, 1.0)
-    for name, k in (('model', 1), ('model', 2), ('ngram', 2))
+    for name, k in (
+      ('model', 1),
+      ('model', 2),
+      *((name, 2) for name in ('ngram', *CONTROLLERS[1:])),
+    )
   }
+  assert 'modelled' in out and 'every rung after the first of 0, 1, 2' in out
   assert (report['temperature'], report['batch']) == (1.0, 1)
   best = max(
     (
@@ -91,6 +97,9 @@ def test_speedup_reports_and_draws(run):
   for row in report['sweep']:
     assert row['speedup_min'] <= row['speedup'] <= row['speedup_max']
     assert 1 <= row['tokens_per_round'] <= row['k'] + 1
+    if row['drafter'] in CONTROLLERS:
+      assert row['modelled_speedup'] > 0 and sum(row['lengths']) > 0
+      continue
     (cost,) = report['costs'].values()  # of one batch size
     cost, new = cost[row['drafter']], report['config']['decode']
     rounds = new['max_new_tokens'] / row['expected_tokens_per_pass']
