@@ -59,14 +59,12 @@ def measure(workspace: Workspace, draft: str):
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
-  timed = workspace.prompts('test', count, decode['prompt_length'])
   # Runs from before it was asked for do not have it.
   wanted = max(c.get('others', 0), largest)
-  others = sweep.groups(
-    workspace.prompts('validation', wanted, decode['prompt_length']),
-    largest,
-    wanted,
-  )
+  # Of one split, so that they differ by nothing but chance.
+  prompts = workspace.prompts('test', count + wanted, decode['prompt_length'])
+  timed, others = prompts[:count], prompts[count:]
+  others = sweep.groups(others, largest, wanted)
 
   costs_file = workspace.folder / 'costs.json'
   pricing.load(costs_file, {})  # a damaged one is refused before the work
@@ -202,7 +200,7 @@ def draw(workspace, draft, report):
 def show(report):
   """Prints a table for each temperature and batch, and what they come to."""
   console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 88)  # of the second table
+  console.width = max(console.width, 94)  # of the second table
   for (t, batch), rows in itertools.groupby(
     report['sweep'], lambda row: (row['temperature'], row['batch'])
   ):

@@ -56,7 +56,7 @@ def meter(monkeypatch, drift=lambda: 1.0):
       turns = arguments[-1]
       if kind == 'round':
         state = arguments[5]
-        turns = min(turns, 4 if arm.k else 6)  # drafts end the text early
+        turns = min(turns, 4 if arm.k else 30)  # drafts end the text early
         fresh = state.memory and state.memory.cache.length[0] == 0
         seconds = CALL + turns * round_of(arm.k) + READING * bool(fresh)
         rounds = jnp.full(2, turns) - jnp.array([0, 1])
