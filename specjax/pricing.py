@@ -32,7 +32,7 @@ from specjax.types import Drafter, LanguageModel, Verifier, Warp
 # Turns of a timed loop: enough for its start, when little is in the processor's
 # caches, not to matter. Plain rounds are the shortest, and all else is divided
 # by them.
-TURNS = {'plain': 24, 'round': 12, 'pass': 6, 'draft': 24}
+TURNS = {'plain': 16, 'round': 8, 'pass': 8, 'draft': 24}
 
 FOREVER = jnp.iinfo(jnp.int32).max
 
@@ -198,17 +198,18 @@ class Meter:
     Args:
       seconds: by name, those of each repeat, as `timing.alternate` gives them;
         other names are passed over.
-      results: by name, what the calls of a repeat returned.
+      results: by name, what its calls within a repeat returned.
     """
     for name in self._arguments(warps.UNCHANGED):
       turns = TURNS.get(name[0], 1)
       if name[0] == 'round':  # fewer where the text came to its end
         turns = int(np.max(np.asarray(results[name][0].stats.rounds)))
       turns *= len(results[name])
-      # A call copies the state in, once: that is no part of a round.
-      empty = seconds['call', PLAIN] if name[0] == 'round' else [0.0]
-      empty = np.resize(np.asarray(empty), len(seconds[name]))
-      samples = (np.asarray(seconds[name]) - empty) / turns
+      samples = np.asarray(seconds[name])
+      # A call copies the cache in, once: that is no part of a round.
+      if name[0] in ('round', 'pass'):
+        samples = samples - np.asarray(seconds['call', PLAIN])
+      samples = samples / turns
       self._samples.setdefault(name, []).extend(samples.tolist())
 
   def costs(self, name: str) -> Costs:

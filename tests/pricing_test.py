@@ -67,7 +67,8 @@ def meter(monkeypatch, drift=lambda: 1.0):
       elif kind == 'draft':
         seconds, result = turns * drafting(arm.k), None
       else:
-        seconds, result = turns * PLAIN_ROUND * (0.5 + arm.k / 10), None
+        seconds = CALL + turns * PLAIN_ROUND * (0.5 + arm.k / 10)
+        result = None
       clock.now += seconds * drift()
       return result
 
@@ -86,9 +87,6 @@ def test_costs_are_what_the_clock_says(monkeypatch, parts):
   calls = {
     name: [call] * parts for name, call in found.calls(warps.UNCHANGED).items()
   }
-
-  def faster():
-    speed.factor /= 2 ** (1 / parts)
 
   def alternate_once():
     seconds, results = pricing.timing.alternate(
