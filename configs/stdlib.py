@@ -76,6 +76,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.decode = decode = config_dict.ConfigDict()
   decode.k = 6  # tokens drafted per round
+  decode.draft_length = 'fixed'  # or fallback, adaptive, confidence: at most k
   decode.verify = 'rejection'  # a rule of specjax/verify, or module:function
   decode.temperature = 1.0  # 0 is greedy
   decode.max_new_tokens = 96
@@ -85,9 +86,21 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   speedup.batches = (1, 8)  # one reader, and where a pass is no longer free
   speedup.temperatures = (0.0, 1.0)  # share their programs
   speedup.ks = (1, 2, 3, 4, 6, 8, 12, 16)  # denser where the best one lies
+  speedup.controllers = ('fallback', 'adaptive', 'confidence')
+  speedup.controlled_k = 8  # the longest draft that they may choose
   speedup.prompts = 4  # decoded alone, else it would be one prompt's luck
   speedup.others = 32  # to predict from; greedy texts differ much
   speedup.repeats = 3  # the fewest with a median inside least and most
+
+  # Drafts of about 1/2, 1/5, 1/10, 1/20 and 1/50 of the target's parameters, a
+  # column each. Depth shrinks with width, down to the two layers it takes to
+  # look back at what followed a token earlier.
+  config.draft_sizes = sizes = config_dict.ConfigDict()
+  sizes.width = (384, 256, 192, 128, 64)
+  sizes.layers = (5, 4, 3, 2, 2)
+  sizes.heads = (6, 4, 3, 2, 1)  # of 64, like the target's
+  sizes.kv_heads = (2, 2, 1, 2, 1)
+  sizes.hidden = (1152, 704, 560, 448, 256)
 
   if variant == 'tiny':
     config.workdir = 'runs/stdlib-tiny'
@@ -104,7 +117,10 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     decode.k, decode.max_new_tokens = 2, 8
     decode.prompt_length = 4
     speedup.batches, speedup.ks = (1, 2), (1, 2)
+    speedup.controlled_k = 2
     speedup.prompts, speedup.repeats, speedup.others = 2, 2, 2
+    sizes.width, sizes.layers, sizes.hidden = (32, 16), (1, 1), (32, 16)
+    sizes.heads, sizes.kv_heads = (2, 1), (1, 1)
   elif variant:
     raise ValueError("there is no such variant; there is 'tiny'")
   return config

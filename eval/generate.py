@@ -17,7 +17,15 @@ import rich.style
 from absl import flags
 from rich.color import ColorSystem
 
-from specjax import decode, experiment, generation, metrics, verify, warps
+from specjax import (
+  decode,
+  draft_length,
+  experiment,
+  generation,
+  metrics,
+  verify,
+  warps,
+)
 from specjax.workspace import PROPOSERS, Workspace
 
 PROMPT = flags.DEFINE_string('prompt', 'def main(', 'what to continue')
@@ -28,6 +36,12 @@ TEMPERATURE = flags.DEFINE_float(
   'temperature', None, '0 is greedy (default: config.decode)'
 )
 K = flags.DEFINE_integer('k', None, 'draft length (default: config.decode)')
+DRAFT_LENGTH = flags.DEFINE_enum(
+  'draft_length',
+  None,
+  draft_length.CONTROLLERS,
+  'how the draft length is chosen (default: config.decode)',
+)
 DRAFTER = flags.DEFINE_enum(
   'drafter', 'model', PROPOSERS, 'model: the distilled draft'
 )
@@ -56,6 +70,7 @@ def main(config, folder):
     (TOKENS, 'max_new_tokens'),
     (TEMPERATURE, 'temperature'),
     (K, 'k'),
+    (DRAFT_LENGTH, 'draft_length'),
   ):
     if flag.value is not None:
       config['decode'][key] = flag.value
@@ -82,6 +97,7 @@ def generate(workspace: Workspace, warp, write):
   target = workspace.target()
   branching = experiment.numbers('--branching', BRANCHING.value)
   drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp, branching)
+  controller = workspace.controller(target, drafter)
   prompt = tokenizer.encode(PROMPT.value) or [tokenizer.eos_id]
   state = generation.start(
     target,
@@ -89,18 +105,21 @@ def generate(workspace: Workspace, warp, write):
     [prompt],
     key=jax.random.key(SEED.value),
     max_new_tokens=c['max_new_tokens'],
+    controller=controller,
   )
   eos = generation.end_ids(target, [tokenizer.eos_id])
   rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
-  advance = generation.advance.lower(*arguments, state, ROUNDS).compile()
+  advance = generation.advance.lower(
+    *arguments, state, ROUNDS, controller
+  ).compile()
   stream = tokenizer.stream()
   print(write(PROMPT.value, decode.PROMPT), end='', flush=True)
   result, seconds, shown = None, 0.0, len(prompt)
   try:
     while not (result and state.done.all()):
       start = time.perf_counter()
-      state = advance(*arguments, state, ROUNDS)
+      state = advance(*arguments, state, ROUNDS, controller)
       result = generation.finish(state, [len(prompt)])
       seconds += time.perf_counter() - start
       for at in range(shown, int(result.length[0])):

@@ -19,7 +19,16 @@ import rich.table
 from absl import flags
 from flax import nnx
 
-from specjax import certify, experiment, metrics, plots, runs, verify, warps
+from specjax import (
+  certify,
+  draft_length,
+  experiment,
+  metrics,
+  plots,
+  runs,
+  verify,
+  warps,
+)
 from specjax.certify import tiers
 from specjax.models.transformer import Transformer
 from specjax.workspace import PROPOSERS, Workspace
@@ -49,6 +58,12 @@ TEMPERATURE = flags.DEFINE_float(
   'temperature', None, '0 is greedy (default: config.decode)'
 )
 K = flags.DEFINE_integer('k', None, 'draft length (default: config.decode)')
+DRAFT_LENGTH = flags.DEFINE_enum(
+  'draft_length',
+  None,
+  draft_length.CONTROLLERS,
+  'how the draft length is chosen (default: config.decode)',
+)
 SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
 
 FEWEST = 1000  # tokens, so that 64 cells are filled at every lag
@@ -67,6 +82,7 @@ def main(config, folder):
   for flag, key in (
     (TEMPERATURE, 'temperature'),
     (K, 'k'),
+    (DRAFT_LENGTH, 'draft_length'),
     (VERIFY, 'verify'),
   ):
     if flag.value is not None:
@@ -108,18 +124,21 @@ def measure(workspace, rule):
   start = time.perf_counter()
   c = workspace.config['decode']
   warp = warps.temperature(c['temperature'])
+  target = workspace.target()
+  drafter = workspace.proposer(
+    DRAFTER.value,
+    DRAFT.value,
+    warp,
+    experiment.numbers('--branching', BRANCHING.value),
+  )
   subject = tiers.Subject(
-    workspace.target(),
-    workspace.proposer(
-      DRAFTER.value,
-      DRAFT.value,
-      warp,
-      experiment.numbers('--branching', BRANCHING.value),
-    ),
+    target,
+    drafter,
     rule,
     warp,
     direction(workspace, warp),
     jax.random.key(SEED.value),
+    workspace.controller(target, drafter, batch=PROMPTS * EACH),
   )
   prompts = workspace.prompts('test', PROMPTS, c['prompt_length'])
   # Rows with room for two rounds have pairs of tokens K + 1 apart.
@@ -155,6 +174,7 @@ def measure(workspace, rule):
     'drafter': DRAFTER.value,
     'draft': DRAFT.value,
     'rule': c['verify'],
+    'draft_length': c.get('draft_length', 'fixed'),
     'k': c['k'],
     'temperature': c['temperature'],
     'tokens': int(other.p.size),

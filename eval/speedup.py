@@ -20,6 +20,7 @@ from absl import flags
 
 from specjax import (
   certify,
+  draft_length,
   experiment,
   logs,
   metrics,
@@ -59,8 +60,9 @@ def measure(workspace: Workspace, draft: str):
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
-  # Runs from before it was asked for do not have it.
+  # Runs from before they were asked for do not have them.
   wanted = max(c.get('others', 0), largest)
+  controllers = c.get('controllers', ())
   # Of one split, so that they differ by nothing but chance.
   prompts = workspace.prompts('test', count + wanted, decode['prompt_length'])
   timed, others = prompts[:count], prompts[count:]
@@ -80,6 +82,8 @@ def measure(workspace: Workspace, draft: str):
       groups=sweep.groups(timed, batch, c['prompts']),
       others=others if batch == largest else [],
       max_new_tokens=new,
+      controllers=controllers,
+      controlled_k=c.get('controlled_k', 0),
     )
     for batch in c['batches']
   }
@@ -87,7 +91,8 @@ def measure(workspace: Workspace, draft: str):
   for race in races.values():
     lowered |= race.lowered()
   with logs.Progress(len(lowered), 'compile', unit='programs') as progress:
-    compiled = timing.compile_all(lowered, progress.advance)
+    compiling = {}
+    compiled = timing.compile_all(lowered, progress.advance, seconds=compiling)
   for race in races.values():
     race.compiled(compiled)
   compile_seconds = time.perf_counter() - start
@@ -110,6 +115,8 @@ def measure(workspace: Workspace, draft: str):
       cost = costs[row['batch']][row['drafter']]
       parts = races[row['batch']].parts
       row |= sweep.predict(row, outlook, cost, parts, new)
+    elif row['drafter'] in controllers:
+      row |= sweep.model(row, costs[row['batch']][name])
   keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
@@ -126,6 +133,7 @@ def measure(workspace: Workspace, draft: str):
       row[decode['prompt_length'] :] for row in text
     ),
     'compile_seconds': compile_seconds,
+    'ladder': ladder(c, compiling, min(c['batches'])),
     'costs': {
       batch: {drafter: cost._asdict() for drafter, cost in found.items()}
       for batch, found in costs.items()
@@ -135,6 +143,18 @@ def measure(workspace: Workspace, draft: str):
     'sweep': rows,
     'config': config,
   }
+
+
+def ladder(c, seconds, batch):
+  """What it took to compile ladders of lengths, and a fixed one, by name."""
+  k, found = c.get('controlled_k', 0), {}
+  for (size, (kind, arm)), took in seconds.items():
+    fixed = arm.k == max(c['ks']) and arm.name != 'ngram'
+    if (size, kind) == (batch, 'round') and (
+      fixed or arm.name in c.get('controllers', ())
+    ):
+      found[arm.name] = took
+  return {'rungs': draft_length.ladder(k), 'seconds': found}
 
 
 def keep(path, target, drafter, config, costs):
@@ -216,6 +236,9 @@ def show(report):
     for column in ('drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'):
       table.add_column(column, justify='right')
     table.add_column('speedup [min–max]', justify='right', no_wrap=True)
+    controlled = [row for row in rows if 'modelled_speedup' in row]
+    if controlled:
+      table.add_column('modelled', justify='right')
     for row in rows:
       rate = row['acceptance_rate']
       best = all(
@@ -224,15 +247,24 @@ def show(report):
       )
       table.add_row(
         row['drafter'],
-        f'{row["k"]}',
+        f'≤ {row["k"]}' if row in controlled else f'{row["k"]}',
         f'{row["tokens_per_round"]:.2f}',
         '' if rate is None else f'{rate:.1%}',
         f'{row["tokens_per_second"]:,.0f}',
         f'{row["speedup"]:.2f}x'
         rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+        *([f'{row["modelled_speedup"]:.2f}x'] if row in controlled else []),
         style='bold' if best else None,
       )
     console.print(table)
+    for row in controlled:
+      total = sum(row['lengths'])
+      used = ', '.join(
+        f'{k}: {count / total:.0%}'
+        for k, count in enumerate(row['lengths'])
+        if count
+      )
+      console.print(f'{row["drafter"]} scored drafts of {used}')
     explain(console, [row for row in own(report) if row in rows])
   print(
     f'{report["speedup"]:.2f}x at K = {report["k"]}, T ='
@@ -249,6 +281,13 @@ def show(report):
     f'repeated 4-grams: {percent(report["repetition"])} of the output,'
     f' {percent(report["corpus_repetition"])} of held-out text'
   )
+  rungs, seconds = report['ladder'].values()
+  if len(seconds) > 1:
+    each = (f'{name} {took:.1f} s' for name, took in seconds.items())
+    print(
+      f'compiled, two at a time: {", ".join(each)}: every rung after the first'
+      f' of {", ".join(map(str, rungs))} adds {ladder_rung(report):.1f} s'
+    )
   if report['lossy']:
     print(f'LOSSY: {report["verify"]} does not keep the law of the target')
   print(greedy(report))
@@ -311,6 +350,15 @@ def explain(console, rows):
     f' predicted, {best["iid_speedup"]} i.i.d., {best["classical_speedup"]}'
     ' with v = 1'
   )
+
+
+def ladder_rung(report) -> float:
+  """Seconds that each rung adds to what a fixed length takes to compile."""
+  ladder = report['ladder']
+  seconds = dict(ladder['seconds'])
+  fixed = seconds.pop(report['config']['draft']['drafter'])
+  mean = sum(seconds.values()) / len(seconds)
+  return (mean - fixed) / (len(ladder['rungs']) - 1)
 
 
 def greedy(report) -> str:

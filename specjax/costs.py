@@ -12,7 +12,7 @@ slowest. `rounds_needed` and `slowest` take both from texts that were decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -187,3 +187,24 @@ def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:
   """
   kl = np.asarray(kl, np.float64)
   return 1 - np.minimum(np.sqrt(kl / 2), np.sqrt(-np.expm1(-kl)))
+
+
+def modelled(
+  lengths: ArrayLike, cost: Callable[[int], float]
+) -> tuple[float, NDArray[np.int64]]:
+  """What a batch's rounds take by the cost model, in plain rounds.
+
+  Args:
+    lengths: `[B, K + 1]` rounds of each row by draft length
+      (`decode.Stats.lengths`).
+    cost: of a round of K tokens, K c + v(K).
+
+  Returns:
+    Plain rounds, and the batch's `[K + 1]` rounds by draft length: those of the
+    row that was live longest. What the draft reads after a while of plain
+    rounds is not counted.
+  """
+  lengths = np.asarray(lengths)
+  rounds = lengths[lengths.sum(-1).argmax()]
+  total = sum(count * cost(k) for k, count in enumerate(rounds) if count)
+  return float(total), rounds

@@ -22,15 +22,20 @@ import jax
 import jax.numpy as jnp
 
 from specjax import draws, trees
+from specjax.draft_length import FIXED
 from specjax.types import (
   Array,
   Block,
   Draft,
   Drafter,
+  DraftLength,
   Key,
   Keys,
   LanguageModel,
+  Limit,
   Noise,
+  Output,
+  Seen,
   Verifier,
   Warp,
 )
@@ -51,6 +56,7 @@ class Stats(NamedTuple):
     accepted: `[B]` drafted tokens that were emitted.
     tested: `[B, N]` rounds that put a valid node at this depth to the test.
     passed: `[B, N]` rounds that accepted it.
+    lengths: `[B, N + 1]` rounds by the draft length that the target scored.
     empty_residuals: `[B]` rejections that rounding left without a residual.
     origin: `[B, T]` int8: PROMPT, ACCEPTED, CORRECTED (follows a rejection) or
       BONUS (follows a whole draft; a plain token's draft is empty).
@@ -61,6 +67,7 @@ class Stats(NamedTuple):
   accepted: Array
   tested: Array
   passed: Array
+  lengths: Array
   empty_residuals: Array
   origin: Array
 
@@ -77,6 +84,7 @@ class DecodeState(NamedTuple):
     row: `[B]` keys.
     cache: the target's cache; describes `tokens[:length - 1]`.
     memory: the drafter's.
+    control: the draft length's.
     fault: `[B]` int32, `verify.NAN` where a law was; that ends a row.
     stats: counts.
   """
@@ -89,8 +97,27 @@ class DecodeState(NamedTuple):
   row: Key
   cache: Any
   memory: Any
+  control: Any
   fault: Array
   stats: Stats
+
+
+class Scored(NamedTuple):
+  """What the target's pass over a block came to; nothing is written yet.
+
+  Attributes:
+    output: of the block, `[B, N + 1, ...]`.
+    rows: likewise, for the cache.
+    accepted: `[B, N]` nodes that the rule accepted.
+    last: `[B]` the token that follows them.
+    fault: `[B]`.
+  """
+
+  output: Output
+  rows: Any
+  accepted: Array
+  last: Array
+  fault: Array
 
 
 class Round(NamedTuple):
@@ -117,6 +144,7 @@ def step(
   warp: Warp,
   eos: Array,
   state: DecodeState,
+  controller: DraftLength = FIXED,
 ) -> tuple[DecodeState, Round]:
   """One round for every row.
 
@@ -127,6 +155,7 @@ def step(
     warp: the target's sampling transform.
     eos: `[E]` ids that end a sequence; E may be 0.
     state: where every row stands.
+    controller: of the draft length.
 
   Returns:
     The next state, in which a row that was done is unchanged, and what was
@@ -134,73 +163,68 @@ def step(
 
   Raises:
     ValueError: at trace time, for a draft that is longer than the state was
-      made for, or that the rule does not verify.
+      made for, that the rule does not verify, or that the controller does not
+      fit.
   """
   s = state
   fold = jax.vmap(jax.random.fold_in, (0, None))
   round_key = jax.vmap(jax.random.fold_in)(fold(s.row, 1), s.length)
   keys = Keys(draft=fold(round_key, 0), target=fold(s.row, 0))
-
-  draft, memory = drafter.propose(
-    target, s.cache, s.memory, keys, s.tokens, s.length
+  propose = functools.partial(
+    drafter.propose, target, s.cache, s.memory, keys, s.tokens, s.length
   )
-  n = draft.tokens.shape[1]
-  pending = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, 1)
-  tree = draft.parents is not None
-  parents = trees.block_parents(draft.parents) if tree else None
-  depth = trees.depths(trees.ancestors(parents, n + 1))
-  block = Block(jnp.concatenate([pending, draft.tokens], 1), parents)
-  output, rows = target.extend(block, s.cache)
+  score = functools.partial(
+    _score, target, verify, warp, eos, s, fold(round_key, 1), keys.target
+  )
+  limit = controller.limit(s.control)
+  if limit is None:
+    draft, memory = propose()
+    scored = score(draft)
+    scored_length = draft.tokens.shape[1]
+  else:
+    draft, memory = propose(_of_live_rows(limit, ~s.done))
+    scored, scored_length = _score_on_ladder(
+      controller.rungs, score, draft, ~s.done
+    )
 
-  early = s.length[:, None] + depth < s.earliest[:, None]
-  log_p = _law(target, warp, eos, output.features, early)
+  n, tree = draft.tokens.shape[1], draft.parents is not None
   index = jnp.arange(n + 1)
   position = s.length[:, None] + index
-  draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
-    keys.target, position
-  )
-  log_u = jax.vmap(lambda key: jnp.log1p(-jax.random.uniform(key, (n,))))(
-    fold(round_key, 1)
-  )
-  verdict = jax.vmap(verify)(Noise(log_u, draw_keys), draft, log_p)
-  accepted = verdict.accepted.sum(-1, dtype=jnp.int32)
-  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
-    draw_keys, accepted, verdict.law
-  )
-
+  accepted = scored.accepted.sum(-1, dtype=jnp.int32)
   drafted = draft.tokens
   if tree:  # the accepted path, brought to the front
-    order = trees.pack(verdict.accepted)
+    order = trees.pack(scored.accepted)
     drafted = jnp.take_along_axis(drafted, order, 1)
   drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
-  tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
+  tokens = jnp.where(index < accepted[:, None], drafted, scored.last[:, None])
   ends = jnp.isin(tokens, eos)
   inside = ends & (index < accepted[:, None])
   ended = jnp.cumsum(inside, -1) - inside > 0  # behind an accepted end token
   room = (position < s.stop[:, None]) & ~s.done[:, None]
   emitted = (index <= accepted[:, None]) & ~ended & room
   count = emitted.sum(-1, dtype=jnp.int32)
-  broken = jnp.where(s.done, 0, verdict.fault)
+  broken = jnp.where(s.done, 0, scored.fault)
   done = s.done | (emitted & ends).any(-1) | (s.length + count >= s.stop)
   done |= broken >= NAN  # what follows would mean nothing
 
   # A cut row keeps what was emitted but its last token, the new pending one,
   # so that it could go on; a row that was done keeps nothing.
-  rank = jnp.cumsum(verdict.accepted, -1)
-  kept = verdict.accepted & (rank < count[:, None])
+  rank = jnp.cumsum(scored.accepted, -1)
+  kept = scored.accepted & (rank < count[:, None])
   kept = jnp.concatenate([count[:, None] > 0, kept], 1)
   valid = jnp.ones((), bool) if draft.valid is None else draft.valid
-  slot = jnp.broadcast_to(depth, (len(count), n + 1))[:, 1:] - 1
+  block = _block(s, draft)
+  slot = jnp.broadcast_to(_depths(block), kept.shape)[:, 1:] - 1
   counted = valid & jnp.take_along_axis(room & ~ended, slot, 1)
-  stats, tested = _count(
-    s.stats, draft.parents, slot, counted, emitted, verdict, ~s.done, broken
-  )
+  seen = _see(draft.parents, slot, counted, emitted, scored.accepted, ~s.done)
   write = functools.partial(_write, at=s.length, keep=emitted)
+  rejected = accepted < seen.tested.sum(-1)
   origin = jnp.where(
     index < accepted[:, None],
     ACCEPTED,
-    jnp.where(accepted < tested, CORRECTED, BONUS)[:, None],
+    jnp.where(rejected, CORRECTED, BONUS)[:, None],
   )
+  stats = _count(s.stats, seen, broken, scored_length)
   state = DecodeState(
     tokens=write(s.tokens, tokens),
     length=s.length + count,
@@ -208,12 +232,13 @@ def step(
     earliest=s.earliest,
     done=done,
     row=s.row,
-    cache=target.commit(s.cache, rows, kept, chain=not tree),
-    memory=drafter.observe(target, memory, block, kept, output),
+    cache=target.commit(s.cache, scored.rows, kept, chain=not tree),
+    memory=drafter.observe(target, memory, block, kept, scored.output),
+    control=controller.update(s.control, seen),
     fault=s.fault | (broken & NAN),
-    stats=stats._replace(origin=write(s.stats.origin, origin)),
+    stats=stats._replace(origin=write(stats.origin, origin)),
   )
-  return state, Round(draft, verdict.accepted, tokens, count)
+  return state, Round(draft, scored.accepted, tokens, count)
 
 
 def advance(
@@ -224,6 +249,7 @@ def advance(
   eos: Array,
   state: DecodeState,
   max_rounds: int | Array,
+  controller: DraftLength = FIXED,
 ) -> DecodeState:
   """Rounds until every row is done, or `max_rounds`; `step`'s arguments.
 
@@ -237,7 +263,7 @@ def advance(
 
   def once(carry):
     state, rounds = carry
-    state, _ = step(target, drafter, verify, warp, eos, state)
+    state, _ = step(target, drafter, verify, warp, eos, state, controller)
     return state, rounds + 1
 
   return jax.lax.while_loop(going, once, (state, 0))[0]
@@ -251,6 +277,7 @@ def prefill(
   stop: Array,
   earliest: Array,
   row: Key,
+  controller: DraftLength = FIXED,
 ) -> DecodeState:
   """Feeds the prompts, in chunks, and builds the state the loop starts from.
 
@@ -266,6 +293,7 @@ def prefill(
     stop: `[B]` length at which a row ends, T at the latest.
     earliest: `[B]` first position that may hold an end token.
     row: `[B]` keys.
+    controller: of the draft length.
 
   Returns:
     The state.
@@ -304,6 +332,7 @@ def prefill(
     row=row,
     cache=cache,
     memory=memory,
+    control=controller.init(),
     fault=zeros(batch),
     stats=Stats(
       rounds=zeros(batch),
@@ -311,6 +340,7 @@ def prefill(
       accepted=zeros(batch),
       tested=zeros((batch, nodes)),
       passed=zeros((batch, nodes)),
+      lengths=zeros((batch, nodes + 1)),
       empty_residuals=zeros(batch),
       origin=jnp.zeros((batch, size), jnp.int8),
     ),
@@ -332,6 +362,80 @@ def _nodes(target, drafter, batch, size) -> int:
   return jax.eval_shape(propose).tokens.shape[1]
 
 
+def _of_live_rows(limit: Limit, live: Array) -> Limit:
+  """A row that is done does not keep the others drafting."""
+  if limit.go_on is None:
+    return limit
+  return Limit(limit.nodes, lambda i, logits: limit.go_on(i, logits) & live)
+
+
+def _block(state: DecodeState, draft: Draft) -> Block:
+  """The pending tokens and what was drafted behind them."""
+  pending = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
+  parents = draft.parents
+  if parents is not None:
+    parents = trees.block_parents(parents)
+  return Block(jnp.concatenate([pending, draft.tokens], 1), parents)
+
+
+def _depths(block: Block) -> Array:
+  """`[B or 1, N + 1]`, 0 for the pending token."""
+  return trees.depths(trees.ancestors(block.parents, block.tokens.shape[1]))
+
+
+def _score(
+  target, verify, warp, eos, state, accept_keys, target_keys, draft
+) -> Scored:
+  """The target's pass over a draft, the rule, and the token that follows."""
+  block, length = _block(state, draft), state.length[:, None]
+  n = draft.tokens.shape[1]
+  output, rows = target.extend(block, state.cache)
+
+  early = length + _depths(block) < state.earliest[:, None]
+  log_p = _law(target, warp, eos, output.features, early)
+  draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
+    target_keys, length + jnp.arange(n + 1)
+  )
+  log_u = jax.vmap(lambda key: jnp.log1p(-jax.random.uniform(key, (n,))))(
+    accept_keys
+  )
+  verdict = jax.vmap(verify)(Noise(log_u, draw_keys), draft, log_p)
+  count = verdict.accepted.sum(-1, dtype=jnp.int32)
+  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
+    draw_keys, count, verdict.law
+  )
+  return Scored(output, rows, verdict.accepted, last, verdict.fault)
+
+
+def _score_on_ladder(rungs, score, draft, live) -> tuple[Scored, Array]:
+  """`score` on the least rung that holds the draft, and that rung's length.
+
+  The branches only read the cache, and return rows for one write behind them:
+  a switch that passed the cache on would copy it in every branch.
+  """
+  n = draft.tokens.shape[1]
+  if draft.parents is not None or draft.valid is None or rungs[-1] != n:
+    what = 'a tree' if draft.parents is not None else f'{n} tokens'
+    raise ValueError(
+      f'the draft lengths {rungs} are for chains of up to {rungs[-1]} tokens,'
+      f' and the drafter proposes {what}'
+    )
+  whole = jax.eval_shape(score, draft)
+
+  def on(rung):
+    def padded(x, like):
+      more = [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)]
+      return jnp.pad(x, more)
+
+    cut = jax.tree.map(lambda x: x[:, :rung], draft)
+    return jax.tree.map(padded, score(cut), whole)
+
+  width = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
+  rung = jnp.searchsorted(jnp.asarray(rungs), width)
+  branches = [functools.partial(on, rung) for rung in rungs]
+  return jax.lax.switch(rung, branches), jnp.asarray(rungs)[rung]
+
+
 def _law(target, warp, eos, features, too_early) -> Array:
   """Target log-probabilities `[B, M, V]` as they will be sampled."""
   logits = target.unembed(features).astype(jnp.float32)
@@ -341,32 +445,47 @@ def _law(target, warp, eos, features, too_early) -> Array:
   return jax.nn.log_softmax(warp(logits))
 
 
-def _count(
-  stats, parents, slot, counted, emitted, verdict, live, fault
-) -> tuple[Stats, Array]:
-  """The statistics, and at how many depths a node was put to the test."""
-  n, depths = counted.shape[1], stats.tested.shape[1]
+def _see(parents, slot, counted, emitted, path, live) -> Seen:
+  """What there is to learn from a round.
+
+  Args:
+    parents: `[B, N]`, or None for a chain.
+    slot: `[B, N]` depth of each node, from 0.
+    counted: `[B, N]` valid nodes that no end and no limit cuts off.
+    emitted: `[B, N + 1]` of the accepted path and the token behind it.
+    path: `[B, N]` accepted nodes.
+    live: `[B]`.
+  """
+  n = counted.shape[1]
+  accepted = path.sum(-1, dtype=jnp.int32)[:, None]
+  at_depth = slot[:, None] == jnp.arange(n)[:, None]  # [B, depth, node]
+  reached = slot <= accepted
+  if parents is not None:  # and hangs off the accepted path
+    above = jnp.take_along_axis(path, jnp.maximum(parents, 0), 1)
+    reached = (parents < 0) | above
+  return Seen(
+    passed=emitted[:, :n] & (jnp.arange(n) < accepted),
+    tested=(at_depth & (counted & reached)[:, None]).any(-1),
+    drafted=counted.sum(-1),
+    live=live,
+  )
+
+
+def _count(stats: Stats, seen: Seen, fault, scored_length) -> Stats:
+  n, depths = seen.tested.shape[1], stats.tested.shape[1]
   if n > depths:
     raise ValueError(
       f'a draft of {n} nodes, but the state was made for {depths}'
     )
-  accepted = verdict.accepted.sum(-1, dtype=jnp.int32)[:, None]
-  at_depth = slot[:, None] == jnp.arange(n)[:, None]  # [B, depth, node]
-  reached = slot <= accepted
-  if parents is not None:  # and hangs off the accepted path
-    above = jnp.take_along_axis(verdict.accepted, jnp.maximum(parents, 0), 1)
-    reached = (parents < 0) | above
-  tested = (at_depth & (counted & reached)[:, None]).any(-1)
-  passed = emitted[:, :n] & (jnp.arange(n) < accepted)
-  stats = stats._replace(
-    rounds=stats.rounds + live,
-    drafted=stats.drafted + counted.sum(-1),
-    accepted=stats.accepted + passed.sum(-1),
-    tested=stats.tested.at[:, :n].add(tested),
-    passed=stats.passed.at[:, :n].add(passed),
+  return stats._replace(
+    rounds=stats.rounds + seen.live,
+    drafted=stats.drafted + seen.drafted,
+    accepted=stats.accepted + seen.passed.sum(-1),
+    tested=stats.tested.at[:, :n].add(seen.tested),
+    passed=stats.passed.at[:, :n].add(seen.passed),
+    lengths=stats.lengths.at[:, scored_length].add(seen.live),
     empty_residuals=stats.empty_residuals + (fault & EMPTY_RESIDUAL),
   )
-  return stats, tested.sum(-1)
 
 
 def _write(buffer: Array, new: Array, at: Array, keep: Array) -> Array:

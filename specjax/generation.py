@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, verify, warps
-from specjax.types import Drafter, Key, LanguageModel, Verifier, Warp
+from specjax.draft_length import FIXED
+from specjax.types import (
+  Drafter,
+  DraftLength,
+  Key,
+  LanguageModel,
+  Verifier,
+  Warp,
+)
 
 BUCKET = 64  # buffers come in multiples of this, one program each
 
@@ -51,6 +59,7 @@ def generate(
   warp: Warp = warps.UNCHANGED,
   eos: int | Sequence[int] | None = (),
   min_new_tokens: int | Sequence[int] = 0,
+  controller: DraftLength = FIXED,
 ) -> Result:
   """Continues `prompts` by speculative decoding.
 
@@ -65,6 +74,7 @@ def generate(
     warp: the sampling transform of the target.
     eos: id or ids that end a row, if any; the end token is part of its output.
     min_new_tokens: end tokens are forbidden before so many others.
+    controller: of the draft length; `FIXED` drafts the drafter's own, always.
 
   Returns:
     The result.
@@ -81,11 +91,12 @@ def generate(
     key=key,
     max_new_tokens=max_new_tokens,
     min_new_tokens=min_new_tokens,
+    controller=controller,
   )
   eos = end_ids(target, eos)
   limit = jnp.iinfo(jnp.int32).max
   rule = verify.as_pytree(verifier)
-  state = advance(target, drafter, rule, warp, eos, state, limit)
+  state = advance(target, drafter, rule, warp, eos, state, limit, controller)
   return finish(state, [len(p) for p in prompts])
 
 
@@ -97,6 +108,7 @@ def start(
   key: Key,
   max_new_tokens: int | Sequence[int],
   min_new_tokens: int | Sequence[int] = 0,
+  controller: DraftLength = FIXED,
 ) -> decode.DecodeState:
   """Checks the prompts and prefills; see `generate`."""
   length = np.array([len(p) for p in prompts], np.int32)
@@ -125,7 +137,14 @@ def start(
   if rows.shape != length.shape:
     raise ValueError(f'{rows.shape[0]} keys for {len(length)} prompts')
   return _prefill(
-    target, drafter, tokens, length, length + new, length + least, rows
+    target,
+    drafter,
+    tokens,
+    length,
+    length + new,
+    length + least,
+    rows,
+    controller,
   )
 
 

@@ -271,6 +271,63 @@ def acceptance_by_kl_weight(
   return _save(figure, path, handles)
 
 
+def draft_size(
+  path: Path,
+  sizes: Iterable[Mapping[str, Any]],
+  longest: int,
+  title: str = 'How large a draft',
+) -> pathlib.Path:
+  """Acceptance, cost and speedup of drafts against their share of parameters.
+
+  Args:
+    path: the PNG to write.
+    sizes: rows with `ratio` (parameters over the target's), `acceptance`,
+      `draft_cost_ratio`, at the best K `k`, `speedup`, `speedup_min`,
+      `speedup_max` and `predicted_speedup`, and `speedup_at_longest`.
+    longest: the K of the latter.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = sorted(sizes, key=lambda row: row['ratio'])
+  names = 'ratio', 'acceptance', 'draft_cost_ratio', 'speedup_at_longest'
+  x, alpha, c, tail = (np.array([row[name] for row in rows]) for name in names)
+  figure = _figure(title, width=12.6)
+  panels = figure.subplots(1, 3, sharex=True)
+  one, two, three, four = itertools.islice(_styles(), 4)
+  panels[0].plot(x, alpha, **one)
+  panels[1].plot(x, c, **two)
+  proportional = {'color': _GREY, 'linestyle': ':', 'label': 'c = share'}
+  handles = panels[1].plot(x, x, **proportional)
+  panels[2].axhline(1, color=_GREY, linewidth=1)
+  _speedup_line(panels[2], rows, three, x='ratio')
+  panels[2].plot(x, tail, **four)
+  for label, style in (
+    ('measured at best K', three),
+    ('predicted at best K', {'color': three['color'], 'linestyle': '--'}),
+    (f'measured at K = {longest}', four),
+    ('fastest', {'color': _GREY, 'linestyle': '', 'marker': 'o', **_RING}),
+  ):
+    handles += panels[2].plot([], [], label=label, **style)
+  panels[0].set_xscale('log')  # of all: they share it
+  panels[0].xaxis.set_major_locator(FixedLocator(x))
+  panels[0].xaxis.set_minor_locator(NullLocator())
+  panels[0].set_xticklabels([f'1/{1 / ratio:.0f}' for ratio in x])
+  for panel, name in zip(
+    panels,
+    ('acceptance rate α', 'cost c of a draft step', 'speedup'),
+    strict=True,
+  ):
+    _label(panel, name, "share of the target's parameters")
+  panels[0].set_ylabel('Σ min(p, q), mean over positions')
+  panels[1].set_ylabel('draft step / plain step of the target')
+  panels[1].set_ylim(0)
+  panels[2].set_ylabel('speedup over plain (×; min–max)')
+  panels[2].set_ylim(0, panels[2].dataLim.y1 / (0.95 - _LINE_HEIGHT))
+  return _save(figure, path, handles)
+
+
 def losslessness(
   path: Path,
   transforms: Mapping[str, np.ndarray],
@@ -363,16 +420,17 @@ def _speedup_line(
   panel: Axes,
   line: Sequence[Mapping[str, Any]],
   style: Mapping[str, Any],
-  place: int,
+  place: int = 0,
+  x: str = 'k',
 ) -> None:
-  k, median, low, high = (
+  k, places, median, low, high = (
     np.array([row[name] for row in line], float)
-    for name in ('k', 'speedup', 'speedup_min', 'speedup_max')
+    for name in ('k', x, 'speedup', 'speedup_min', 'speedup_max')
   )
   error = np.stack([median - low, high - median])
-  panel.errorbar(k, median, error, capsize=3, elinewidth=1.2, **style)
+  panel.errorbar(places, median, error, capsize=3, elinewidth=1.2, **style)
   predicted = [
-    (row['k'], row['predicted_speedup'])
+    (row[x], row['predicted_speedup'])
     for row in line
     if row.get('predicted_speedup') is not None
   ]
@@ -380,7 +438,7 @@ def _speedup_line(
     panel.plot(*zip(*predicted, strict=True), '--', color=style['color'])
   best = int(np.argmax(median))
   ring = {'color': style['color'], 'marker': 'o', **_RING}
-  panel.plot(k[best], median[best], **ring)
+  panel.plot(places[best], median[best], **ring)
   panel.text(
     0.99,
     0.99 - _LINE_HEIGHT * place,

@@ -25,9 +25,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, generation, runs, timing, verify, warps
+from specjax import (
+  decode,
+  draft_length,
+  generation,
+  runs,
+  timing,
+  verify,
+  warps,
+)
 from specjax.drafters.none import NoDrafter
-from specjax.types import Drafter, LanguageModel, Verifier, Warp
+from specjax.types import (
+  Drafter,
+  DraftLength,
+  LanguageModel,
+  Verifier,
+  Warp,
+)
 
 # Turns of a timed loop: enough for its start, when little is in the processor's
 # caches, not to matter. Plain rounds are the shortest, and all else is divided
@@ -256,7 +270,9 @@ class Meter:
     for name in dict.fromkeys(arm.name for arm in self._arms if arm.k):
       own = [arm for arm in self._arms if arm.name == name]
       for arm in dict.fromkeys((own[0], own[-1])):
-        target, drafter, *_, state, _ = self._loop(arm, self._middle, 0, warp)
+        target, drafter, *_, state, _, _ = self._loop(
+          arm, self._middle, 0, warp
+        )
         found['draft', arm] = target, drafter, state, TURNS['draft']
       found['start', own[-1]] = self._loop(own[-1], self._first, 1, warp)
     for k in self._widths:
@@ -424,12 +440,14 @@ def arguments(
   warp: Warp,
   state: decode.DecodeState,
   rounds: int,
+  controller: DraftLength = draft_length.FIXED,
 ) -> tuple:
   """Those of `decode.advance`, for a state that may be another drafter's."""
   if not _has_memory(target, drafter):
     state = state._replace(memory=())
-  eos = generation.end_ids(target, ())
-  return target, with_warp(drafter, warp), rule, warp, eos, state, rounds
+  state = state._replace(control=controller.init())
+  drafter, eos = with_warp(drafter, warp), generation.end_ids(target, ())
+  return target, drafter, rule, warp, eos, state, rounds, controller
 
 
 def with_warp(drafter: Drafter, warp: Warp) -> Drafter:

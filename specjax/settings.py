@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import drafters, runs, verify
+from specjax import draft_length, drafters, runs, verify
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
 _LEAST = {
   'batch': 1,
   'batches': 1,
+  'controlled_k': 1,
   'eval_every': 1,
   'eval_windows': 1,
   'heads': 1,
@@ -74,8 +75,58 @@ def check(config: Mapping[str, Any]) -> None:
     TransformerConfig(vocab_size=2, **config['target'])
   if 'draft' in config:
     drafters.find(config['draft']['drafter'])
+  if 'draft_sizes' in config:
+    _check_sizes(config['draft_sizes'])
+  _check_draft_lengths(config)
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
+
+
+def _check_draft_lengths(config: Mapping[str, Any]) -> None:
+  """Refuses controllers that there are not, and what they cannot have."""
+  decode, speedup = config.get('decode', {}), config.get('speedup', {})
+  name = decode.get('draft_length', 'fixed')
+  for known in (name, *speedup.get('controllers', ())):
+    draft_length.find(known, 1, lambda k: 1.0)
+  if name != 'fixed' and decode['k'] < 1:
+    raise ValueError(
+      f'decode.draft_length is {name!r} and decode.k, the longest draft,'
+      f' {decode["k"]}: it must be 1 or more'
+    )
+  if 'fixed' in speedup.get('controllers', ()):
+    raise ValueError(
+      "speedup.controllers has 'fixed': speedup.ks are the fixed lengths"
+    )
+  longest = speedup.get('controlled_k', 0)
+  if speedup.get('controllers') and longest > max(speedup['ks']):
+    raise ValueError(
+      f'speedup.controlled_k is {longest} and the longest of speedup.ks'
+      f' {max(speedup["ks"])}: what its rounds cost is measured at those'
+    )
+
+
+def _check_sizes(columns: Mapping[str, Any]) -> None:
+  """Refuses sizes of drafts that are no models, or share a folder."""
+  lengths = {name: len(column) for name, column in columns.items()}
+  if len(set(lengths.values())) > 1:
+    counts = ', '.join(f'{name} {count}' for name, count in lengths.items())
+    raise ValueError(
+      f'draft_sizes has columns of different lengths ({counts}): each draft'
+      ' needs a value in each'
+    )
+  for row in zip(*columns.values(), strict=True):
+    sizes = dict(zip(columns, row, strict=True))
+    try:
+      TransformerConfig(vocab_size=2, **sizes)
+    except ValueError as error:
+      raise ValueError(f'draft_sizes: {error}') from error
+  names = list(zip(columns['width'], columns['layers'], strict=True))
+  for width, layers in names:
+    if names.count((width, layers)) > 1:
+      raise ValueError(
+        f'draft_sizes has two drafts of width {width} and {layers} layers: one'
+        ' of the two must differ'
+      )
 
 
 def _wanted(name: str, value: Any) -> str | None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from specjax import (
   costs,
   decode,
+  draft_length,
   generation,
   metrics,
   pricing,
@@ -33,6 +34,8 @@ from specjax.pricing import PLAIN, Arm
 from specjax.types import Drafter, LanguageModel, Verifier
 
 Prompts = Sequence[Sequence[int]]
+
+FIRST_LOOKS = 3  # at what rounds cost, before anything is timed with it
 
 
 class Outlook(NamedTuple):
@@ -71,7 +74,8 @@ class Race:
     groups: Sequence[Prompts],
     others: Sequence[Prompts],
     max_new_tokens: int,
-    further: Mapping[Arm, Drafter] | None = None,
+    controllers: Sequence[str] = (),
+    controlled_k: int = 8,
   ):
     """Prefills; then `lowered`, `compiled` and the rest.
 
@@ -86,11 +90,10 @@ class Race:
         length.
       others: groups of other prompts, on which acceptance is measured.
       max_new_tokens: of every row.
-      further: arms whose drafts are of no fixed length, so that they are timed
-        and not predicted. They have the drafter's memory, or none.
-
-    Raises:
-      ValueError: two arms are of one name and length.
+      controllers: of the draft length, by name, arms of their own. What they
+        choose is counted, and not predicted.
+      controlled_k: the longest draft that they may choose, at most the longest
+        of `ks`.
     """
     self.batch = len(groups[0])
     self.results = {}
@@ -103,10 +106,15 @@ class Race:
       **{Arm(name, k): drafter.at(k) for k in ks},
       self._lookup: NGram(ngram_k),
     }
-    further = dict(further or {})
-    if fixed.keys() & further.keys():
-      raise ValueError(f'arms twice: {sorted(fixed.keys() & further.keys())}')
-    self._arms = fixed | further
+    # What rounds cost is known later, and no part of a program.
+    self._controllers = {
+      Arm(name, controlled_k): draft_length.find(
+        name, controlled_k, lambda k: 1.0
+      )
+      for name in controllers
+    }
+    controlled = drafter.at(controlled_k)
+    self._arms = fixed | dict.fromkeys(self._controllers, controlled)
     most = max(arm.k for arm in self._arms)
     self._prompt_length = [len(prompt) for prompt in groups[0]]
     self._states, self._other_states = (
@@ -122,7 +130,6 @@ class Race:
       ]
       for seed, part in enumerate((groups, others))
     )
-    self._further = list(further)
     self._programs = {}
     self._meter = pricing.Meter(
       target,
@@ -140,7 +147,7 @@ class Race:
       ('round', arm): jax.jit(decode.advance).lower(
         *self._arguments(arm, 1.0, self._states[0])
       )
-      for arm in self._further
+      for arm in self._controllers
     }
     return {(self.batch, name): low for name, low in lowered.items()}
 
@@ -152,12 +159,24 @@ class Race:
       if batch == self.batch
     }
     self._meter.compiled(self._programs)
-    for arm in self._further:
+    if self._controllers:
+      self._tell_costs()
+    for arm in self._controllers:
       jax.block_until_ready(
         self._programs['round', arm](
           *self._arguments(arm, 1.0, self._states[0], rounds=1)
         )
       )
+
+  def _tell_costs(self):
+    """Times rounds once more, for controllers that go by what they cost."""
+    calls = self._meter.calls(warps.UNCHANGED)
+    calls = {name: [call] for name, call in calls.items()}
+    self._meter.add(*timing.alternate(calls, FIRST_LOOKS))
+    cost = self._meter.costs(self._longest.name).round
+    self._controllers = {
+      arm: draft_length.find(arm.name, arm.k, cost) for arm in self._controllers
+    }
 
   def costs(self) -> dict[str, pricing.Costs]:
     """By drafter, what rounds took, in turns with the arms of every `run`."""
@@ -183,7 +202,7 @@ class Race:
     rounds = {
       arm: costs.rounds_needed(passed, arm.k)
       for arm in self._arms
-      if arm.name == self._longest.name and arm not in self._further
+      if arm.name == self._longest.name
     }
     rounds[self._lookup] = np.concatenate([r.stats.rounds for r in lookup])
     tested, passing = (
@@ -276,6 +295,10 @@ class Race:
       'round_seconds': float(np.median(seconds[arm])) / rounds,
       'plain_round_seconds': float(np.median(seconds[PLAIN])) / plain,
       'rounds_per_call': rounds / self.parts,
+      'plain_rounds': plain,
+      'lengths': np.sum(
+        [costs.modelled(r.stats.lengths, float)[1] for r in results], 0
+      ).tolist(),
       'repetition': metrics.repetition(new),
       'acceptance_by_depth': summary['acceptance_by_depth'][: arm.k],
       **{
@@ -301,6 +324,7 @@ class Race:
       warps.temperature(temperature),
       state,
       rounds,
+      self._controllers.get(arm, draft_length.FIXED),
     )
 
   def _finish(self, state) -> generation.Result:
@@ -317,6 +341,21 @@ def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:
   if total > len(prompts):
     raise ValueError(f'batch {batch} needs {total} prompts, not {len(prompts)}')
   return [prompts[i : i + batch] for i in range(0, total, batch)]
+
+
+def model(row: Mapping[str, Any], cost: pricing.Costs) -> dict[str, float]:
+  """What a row of the table should have gained by the lengths that it had.
+
+  Args:
+    row: of the table.
+    cost: of its drafter at its batch size.
+
+  Returns:
+    `modelled_speedup`: the rounds of plain decoding over what its rounds cost.
+  """
+  rounds = [row['lengths']]
+  plain = row['plain_rounds']
+  return {'modelled_speedup': plain / costs.modelled(rounds, cost.round)[0]}
 
 
 def predict(

@@ -167,6 +167,36 @@ class Keys(NamedTuple):
   target: Key
 
 
+class Limit(NamedTuple):
+  """How far a draft may go this round.
+
+  Attributes:
+    nodes: scalar int32, at most the drafter's length; 0 asks for no work.
+    go_on: maps a node's number and the law `[B, V]` that it would be drawn from
+      to which rows draw it, `[B]` bool; None: all do. A row that has stopped
+      stays so.
+  """
+
+  nodes: Array
+  go_on: Callable[[Array, Array], Array] | None = None
+
+
+class Seen(NamedTuple):
+  """What a controller learns from a round; rows that were done count nothing.
+
+  Attributes:
+    passed: `[B, N]` bool, by depth, whether a token there was accepted.
+    tested: `[B, N]` bool, by depth, whether one was put to the test.
+    drafted: `[B]` valid nodes.
+    live: `[B]` bool, rows that were not done before.
+  """
+
+  passed: Array
+  tested: Array
+  drafted: Array
+  live: Array
+
+
 class Batch(NamedTuple):
   """Training windows.
 
@@ -232,8 +262,13 @@ class Drafter(Protocol):
     keys: Keys,
     tokens: Array,
     length: Array,
+    limit: Limit | None = None,
   ) -> tuple[Draft, Any]:
-    """Proposes what follows `tokens[:, :length]`; the cache is read-only."""
+    """Proposes what follows `tokens[:, :length]`; the cache is read-only.
+
+    Under a limit a chain keeps its shape, and the nodes beyond are invalid.
+    Trees need not heed it: they are refused where one is set.
+    """
 
   def observe(
     self,
@@ -247,6 +282,21 @@ class Drafter(Protocol):
 
   def at(self, k: int) -> Drafter:
     """The same drafter with draft length `k`."""
+
+
+class DraftLength(Protocol):
+  """A pytree that decides how much to draft; see `draft_length`."""
+
+  rungs: tuple[int, ...]
+
+  def init(self) -> Any:
+    """Its state before the first round."""
+
+  def limit(self, control: Any) -> Limit | None:
+    """Of the next round; None: whole drafts, known at trace time."""
+
+  def update(self, control: Any, seen: Seen) -> Any:
+    """Its state after a round."""
 
 
 class Trainable(Protocol):

@@ -24,12 +24,15 @@ from specjax import (
   checkpoint,
   corpora,
   data,
+  draft_length,
   drafters,
   files,
   generation,
+  pricing,
   runs,
   settings,
   tokenizers,
+  verify,
   warps,
 )
 from specjax.drafters.committee import Committee
@@ -39,7 +42,7 @@ from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.types import Batch, Drafter, Warp
+from specjax.types import Batch, Drafter, DraftLength, Warp
 
 # What the target was made from; a draft belongs to all of it.
 TARGET = ('corpus', 'target', 'pretrain')
@@ -275,6 +278,32 @@ class Workspace:
     return TreeDrafter(
       model, k, warp, branching=tuple(branching), replacement=kind == 'iid'
     )
+
+  def controller(
+    self, target: Transformer, drafter: Drafter, batch: int = 1
+  ) -> DraftLength:
+    """What `config.decode` says of the draft length.
+
+    Args:
+      target: the run's target.
+      drafter: what proposes, with the warp that it is decoded with.
+      batch: rows. What rounds of so many cost is looked up in the run, or
+        measured, where it matters.
+    """
+    c = self.config['decode']
+    name = c.get('draft_length', draft_length.CONTROLLERS[0])
+    costs = None
+    if name == 'adaptive':
+      costs = pricing.load_or_measure(
+        self.folder / 'costs.json',
+        target,
+        drafter,
+        batch=batch,
+        context=c['prompt_length'] + c['max_new_tokens'],
+        ks=draft_length.ladder(c['k'])[1:],
+        rule=verify.find(c['verify']),
+      )
+    return draft_length.find(name, c['k'], costs and costs.round)
 
   def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
     """Held-out text that the target wrote, kept for the next call.

@@ -27,6 +27,9 @@ def test_from_text_to_a_measured_speedup(page, tmp_path):
     assert code == 0, error
     return out
 
+  code, _, error = scripts.run('eval/draft_size.py', *here)
+  assert code == 2 and 'has no target yet: run `python train/' in error
+
   # A draft wants a target: the first command trains both.
   run('train/distill.py')
   newest = {
@@ -49,6 +52,27 @@ def test_from_text_to_a_measured_speedup(page, tmp_path):
   again = json.loads((folder / 'ablation.json').read_text())['points']
   assert again == points
   np.testing.assert_array_equal(first, weights(folder / 'draft'))
+
+  out = run('eval/draft_size.py')
+  table = json.loads((folder / 'draft_size.json').read_text())
+  sizes = {path.name: weights(path) for path in (folder / 'sizes').iterdir()}
+  assert len(sizes) == len(table['sizes']) > 1
+  for row in table['sizes']:
+    assert row['parameters'] == row['ratio'] * table['target_parameters']
+    assert 0 < row['of_them_embedding'] < row['parameters']
+    assert 0 < row['acceptance'] <= 1 and row['draft_cost_ratio'] > 0
+    speeds = {r['k']: r['speedup'] for r in row['sweep']}
+    assert row['speedup'] == speeds[row['k']] == max(speeds.values())
+    assert row['speedup_at_longest'] == speeds[table['longest_k']]
+  assert (folder / 'draft_size.png').exists()
+  assert 'fastest: sizes/' in out
+  # Said again, it only measures; and sizes that are there stay what they are.
+  run('eval/draft_size.py')
+  hidden = '--config.draft_sizes.hidden=32,48'
+  code, _, error = scripts.run('eval/draft_size.py', *here, hidden)
+  assert code == 2 and 'draft.model.hidden: 16 -> 48' in error
+  for name, before in sizes.items():
+    np.testing.assert_array_equal(before, weights(folder / 'sizes' / name))
 
   out = run('eval/speedup.py')
   report = json.loads((folder / 'speedup.json').read_text())

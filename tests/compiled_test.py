@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 import toys
 
-from specjax import decode, generation, verify, warps
+from specjax import cache as caches
+from specjax import decode, draft_length, generation, verify, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -16,7 +17,8 @@ from specjax.drafters.tree import TreeDrafter
 from specjax.models.transformer import Transformer
 
 V = 61  # no other size in these programs
-SIZES = dict(vocab_size=V, width=8, heads=4, kv_heads=2, head_dim=6, hidden=10)
+# A head of 22: no pass over a few tokens has scores of as many elements.
+SIZES = dict(vocab_size=V, width=8, heads=4, kv_heads=2, head_dim=22, hidden=10)
 INSTRUCTION = re.compile(r'%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(')
 # What passes a buffer on, or changes a part of it in place.
 IN_PLACE = {
@@ -38,21 +40,22 @@ class Hasty(Transformer):
     return self._run(block.tokens, positions, visible, cache, taps)
 
 
-def arguments(target, drafter, batch):
+def arguments(target, drafter, batch, controller=draft_length.FIXED):
   """Of prefill, as shapes."""
   length = jax.ShapeDtypeStruct((batch,), jnp.int32)
   tokens = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
   row = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-  return target, drafter, tokens, length, length, length, row
+  return target, drafter, tokens, length, length, length, row, controller
 
 
-def advance_program(target, drafter, batch):
+def advance_program(target, drafter, batch, controller=draft_length.FIXED):
   """The compiled text of the shipped loop, and its state as shapes."""
-  state = jax.eval_shape(decode.prefill, *arguments(target, drafter, batch))
+  given = arguments(target, drafter, batch, controller)
+  state = jax.eval_shape(decode.prefill, *given)
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
   rule = verify.as_pytree(verify.rejection)
   lowered = generation.advance.lower(
-    target, drafter, rule, warps.UNCHANGED, eos, state, 9
+    target, drafter, rule, warps.UNCHANGED, eos, state, 9, controller
   )
   return lowered.compile(toys.QUICK).as_text(), state
 
@@ -98,6 +101,41 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   assert 'sort' not in names
   # Distinct siblings are the first few, which takes no sort either.
   assert ('topk' in text.lower()) == (name == 'distinct')
+
+
+@pytest.mark.parametrize('batch', [1, 3])
+@pytest.mark.parametrize('name', ['fallback', 'confidence'])
+def test_a_ladder_of_draft_lengths_copies_no_cache_either(name, batch):
+  draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
+  drafter = ModelDrafter(draft, 4)
+  controller = draft_length.find(name, 4)
+  target = toys.transformer(**SIZES)
+  text, state = advance_program(target, drafter, batch, controller)
+  branches = re.findall(r'branch_computations=\{([^}]*)\}', text)
+  assert max(found.count('%') for found in branches) == len(controller.rungs)
+  assert not copies(text, state)
+
+
+class Writing(Transformer):
+  """A model that writes its cache within the pass."""
+
+  def extend(self, block, cache, taps=()):
+    output, rows = super().extend(block, cache, taps)
+    full = jnp.ones(block.tokens.shape, bool)
+    return output, self.commit(cache, rows, full)
+
+  def commit(self, cache, rows, kept, chain=True):
+    if isinstance(rows, caches.Cache):
+      return rows._replace(length=cache.length + kept.sum(-1))
+    return super().commit(cache, rows, kept, chain)
+
+
+def test_a_switch_that_passes_the_cache_on_would_be_seen():
+  drafter = ModelDrafter(toys.transformer(**{**SIZES, 'layers': 1}), 4)
+  controller = draft_length.find('fallback', 4)
+  target = toys.transformer(cls=Writing, **SIZES)
+  text, state = advance_program(target, drafter, 1, controller)
+  assert 'copy' in copies(text, state)
 
 
 def test_a_copy_of_the_cache_would_be_seen():

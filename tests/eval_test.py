@@ -37,6 +37,15 @@ def run(tmp_path_factory):
   return folder
 
 
+def load(name):
+  """A script, as a module."""
+  path = ROOT / 'eval' / f'{name}.py'
+  spec = importlib.util.spec_from_file_location(f'{name}_script', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
 def test_speedup_reports_and_draws(run):
   code, out, error = finish(start('eval/speedup.py', f'--workdir={run}'))
   assert code == 0, error
@@ -113,11 +122,7 @@ def test_speedup_reports_and_draws(run):
 
 
 def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
-  spec = importlib.util.spec_from_file_location(
-    'speedup_script', ROOT / 'eval' / 'speedup.py'
-  )
-  speedup = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(speedup)
+  speedup = load('speedup')
 
   def said(*margins, dtype='float32'):
     mismatches = [{'margin': margin} for margin in margins]
@@ -134,6 +139,46 @@ def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
   assert 'NOT LOSSLESS' in text and lost
   text, lost = said(0.2, dtype='bfloat16')
   assert 'NOT' not in text and not lost
+
+
+def test_the_conclusion_names_the_fastest_size_and_what_is_as_fast():
+  draft_size = load('draft_size')
+
+  def row(name, ratio, speedup, spread):
+    return {
+      'draft': name,
+      'ratio': ratio,
+      'k': 4,
+      'speedup': speedup,
+      'speedup_min': speedup - spread,
+      'speedup_max': speedup + spread,
+      'sweep': [{'k': k, 'speedup': speedup - k / 16} for k in (2, 4, 8, 16)],
+    }
+
+  sizes = [
+    row('a', 0.5, 1.0, 0.1),
+    row('b', 0.1, 2.0, 0.2),
+    row('c', 0.02, 1.7, 0.1),
+  ]
+  text = draft_size.conclusion({'sizes': sizes, 'longest_k': 16})
+  assert text == (
+    'fastest: b, 1/10 of the target, 2.00x at K = 4 (min–max does not tell it'
+    ' from c); of that draft, 1.75x at K = 4, 1.50x at K = 8, 1.00x at K = 16'
+  )
+
+
+def test_a_wider_draft_has_a_lower_learning_rate():
+  config = experiment.load(ROOT / 'configs' / 'stdlib.py').to_dict()
+  found = load('draft_size').configs(config)
+  base = config['distill']['learning_rate'] * config['draft']['model']['width']
+  assert len(found) == 5
+  for name, own in found.items():
+    width = own['draft']['model']['width']
+    assert own['distill']['learning_rate'] * width == pytest.approx(base)
+    assert name == f'sizes/{width}x{own["draft"]["model"]["layers"]}'
+    for section in ('loss', 'validation', 'target'):
+      assert own[section] == config[section]
+    assert own['distill']['steps'] == config['distill']['steps']
 
 
 def test_generate_is_plain_text_when_piped_whatever_drafts(run):

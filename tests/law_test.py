@@ -20,7 +20,7 @@ import oracles
 import pytest
 from flax import nnx
 
-from specjax import decode, draws, verify, warps
+from specjax import decode, draft_length, draws, verify, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -36,19 +36,28 @@ NEVER = (3,)  # an end id outside the vocabulary
 
 
 @jax.jit
-def run(target, drafter, rule, warp, eos):
+def run(target, drafter, rule, warp, eos, controller=draft_length.FIXED):
   """Tokens `[ROWS, prompts, STEPS]`; a batch of all prompts is mapped."""
   size = max(map(len, PROMPTS)) + STEPS
   tokens = np.array([p + [0] * (size - len(p)) for p in PROMPTS], np.int32)
   length = jnp.array([len(p) for p in PROMPTS])
   keys = jax.random.split(jax.random.key(0), (ROWS, len(PROMPTS)))
   start = decode.prefill(
-    target, drafter, tokens, length, length + STEPS, length, keys[0]
+    target,
+    drafter,
+    tokens,
+    length,
+    length + STEPS,
+    length,
+    keys[0],
+    controller,
   )
 
   def one(row):
     state = start._replace(row=row)
-    state = decode.advance(target, drafter, rule, warp, eos, state, 99)
+    state = decode.advance(
+      target, drafter, rule, warp, eos, state, 99, controller
+    )
     index = length[:, None] + jnp.arange(STEPS)
     return jnp.take_along_axis(state.tokens, index, 1)
 
@@ -69,9 +78,19 @@ def narrowed(temperature, mass):
 PLAIN = narrowed(1.0, 1.0)
 
 
-def p_value(target, drafter, rule, warp=PLAIN, eos=NEVER, table=TARGET):
+def p_value(
+  target,
+  drafter,
+  rule,
+  warp=PLAIN,
+  eos=NEVER,
+  table=TARGET,
+  controller=draft_length.FIXED,
+):
   """The smallest p-value of the prompts; `rule` is a pytree."""
-  tokens = np.asarray(run(target, drafter, rule, warp[0], jnp.array(eos)))
+  eos_ids = jnp.array(eos)
+  tokens = run(target, drafter, rule, warp[0], eos_ids, controller)
+  tokens = np.asarray(tokens)
   return min(
     oracles.p_value(
       tokens[:, i], oracles.joint(table, prompt, STEPS, warp[1], eos)
@@ -180,6 +199,55 @@ def test_a_planted_fault_is_found(fault):
 )
 def test_rejection_has_the_law_of_the_target_behind_any_drafter(drafter):
   assert p_value(Markov(TARGET), drafter, Faulty(NO_FAULT)) >= 1e-4
+
+
+# Hasty ones: within a few tokens they go up, down, and back.
+RUNGS = (0, 1, 3)
+CONTROLLERS = {
+  'fallback': draft_length.Fallback(RUNGS, threshold=0.6, memory=0.3, wait=1),
+  'adaptive': draft_length.Adaptive(
+    RUNGS, jnp.array([1.0, 1.4, 2.2]), memory=0.5
+  ),
+  'confidence': draft_length.Confidence(RUNGS, bound=0.55, rate=0.1),
+}
+
+
+@pytree
+class Picky(ModelDrafter):
+  """Drops, if picky, a drawn token that it thought improbable."""
+
+  picky: bool = False
+
+  def propose(self, *args):
+    draft, memory = super().propose(*args)
+    log_q = jax.nn.log_softmax(draft.logits)
+    drawn = jnp.take_along_axis(log_q, draft.tokens[..., None], -1)[..., 0]
+    fine = (drawn > jnp.log(0.2)) | ~jnp.asarray(self.picky)
+    fine = jnp.cumprod(fine, 1).astype(bool)
+    valid = fine if draft.valid is None else draft.valid & fine
+    return dataclasses.replace(draft, valid=valid), memory
+
+
+@pytest.mark.parametrize(
+  ('name', 'rule'),
+  [
+    *((name, verify.rejection) for name in CONTROLLERS),
+    ('confidence', verify.block),
+  ],
+)
+def test_a_draft_length_leaves_the_law_alone(name, rule):
+  """Unless what it goes by is the token that it decides on."""
+
+  def behind(picky):
+    return p_value(
+      Markov(TARGET),
+      Picky(Markov(DRAFT), 3, picky=picky),
+      verify.as_pytree(rule),
+      controller=CONTROLLERS[name],
+    )
+
+  assert behind(False) >= 1e-4
+  assert behind(True) < 1e-4
 
 
 @pytree

@@ -76,7 +76,23 @@ DISPLAY = [
   for arm, tv in (('speculative', 0.3), ('plain', 0.0))
 ]
 
+SIZES = [  # not in order
+  {
+    'ratio': ratio,
+    'acceptance': 0.4 + ratio,
+    'draft_cost_ratio': 2 * ratio,
+    'k': k,
+    'speedup': speedup,
+    'speedup_min': speedup - 0.1,
+    'speedup_max': speedup + 0.2,
+    'predicted_speedup': speedup + 0.3,
+    'speedup_at_longest': speedup - 0.5,
+  }
+  for ratio, k, speedup in ((0.5, 1, 0.8), (0.02, 8, 1.5), (0.1, 4, 1.9))
+]
+
 PICTURES = {
+  'draft size': lambda path: plots.draft_size(path, SIZES, longest=16),
   'losslessness': lambda path: plots.losslessness(
     path, TRANSFORMS, CERTIFICATE, DISPLAY
   ),
@@ -193,6 +209,21 @@ def test_predictions_stand_in_the_band_and_parts_on_one_another(
     ]
     want = [[1, 1, 1], [2, 3, 5], [6, 7, 9], [6, 9, 11]]  # ms; none below zero
     np.testing.assert_allclose(tops, want)
+
+
+def test_sizes_stand_in_order_and_the_fastest_is_named(tmp_path, figure):
+  PICTURES['draft size'](tmp_path / 'x.png')
+  alpha, cost, speed = figure().axes
+  for panel in figure().axes:
+    assert panel.get_xscale() == 'log'
+    names = [label.get_text() for label in panel.get_xticklabels()]
+    assert names == ['1/50', '1/10', '1/2']
+  np.testing.assert_allclose(alpha.lines[0].get_ydata(), [0.42, 0.5, 0.9])
+  np.testing.assert_allclose(cost.lines[0].get_ydata(), [0.04, 0.2, 1.0])
+  assert [t.get_text() for t in speed.texts] == ['1.90× at K = 4']
+  drawn = [line.get_xydata().tolist() for line in speed.lines]
+  assert [[0.1, 1.9]] in drawn  # the ring
+  assert [[0.02, 1.0], [0.1, 1.4], [0.5, 0.8 - 0.5]] in drawn  # at K = 16
 
 
 def test_a_rejected_test_stands_beyond_the_threshold(tmp_path, figure):

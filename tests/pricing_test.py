@@ -53,7 +53,7 @@ def meter(monkeypatch, drift=lambda: 1.0):
     kind, arm = name
 
     def run(*arguments):
-      turns = arguments[-1]
+      turns = arguments[6 if kind == 'round' else -1]
       if kind == 'round':
         state = arguments[5]
         turns = min(turns, 4 if arm.k else 30)  # drafts end the text early

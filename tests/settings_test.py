@@ -60,6 +60,12 @@ def test_the_page_itself_is_fine():
     ('speedup.ks', (), 'at least one value'),
     ('speedup.repeats', 0, '1 or more'),
     ('speedup.others', 0, '1 or more'),
+    ('draft_sizes.width', (), 'at least one value'),
+    ('draft_sizes.width', (32, 0), '1 or more'),
+    ('draft_sizes.width', (32,), 'different lengths .*width 1'),
+    ('draft_sizes.width', (32, 32), 'two drafts of width 32 and 1 layers'),
+    ('draft_sizes.heads', (3, 1), 'draft_sizes: width 32 does not divide'),
+    ('draft_sizes.kv_heads', (1, 2), 'draft_sizes: 1 heads cannot share'),
   ],
 )
 def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(

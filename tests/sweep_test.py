@@ -1,6 +1,5 @@
 """A race: what is predicted, of what, and where it parts from the measured."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,7 +13,7 @@ from specjax.sweep import PLAIN, Arm
 
 KS, NEW = (1, 2, 6), 24
 PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]]
-FREE = Arm('free', 4)
+FREE = Arm('adaptive', 4)
 
 
 @functools.cache
@@ -36,7 +35,8 @@ def race():
     groups=[PROMPTS],
     others=[PROMPTS],
     max_new_tokens=NEW,
-    further={FREE: drafter.at(4)},
+    controllers=['adaptive'],
+    controlled_k=4,
   )
   found.compiled(
     {
@@ -167,18 +167,13 @@ def test_the_best_length_by_each_prediction():
   }
 
 
-def test_an_arm_may_not_run_twice():
-  target = toys.transformer()
-  drafter = ModelDrafter(target, 2)
-  with pytest.raises(ValueError, match=r"arms twice.*'model', k=2"):
-    sweep.Race(
-      target,
-      drafter,
-      name='model',
-      ks=[2],
-      ngram_k=1,
-      groups=[PROMPTS],
-      others=[],
-      max_new_tokens=4,
-      further={Arm('model', 2): dataclasses.replace(drafter, k=2)},
-    )
+def test_a_controller_knows_what_rounds_cost_and_is_charged_for_its_own(greedy):
+  row, cost = greedy[0][FREE], race().costs()['model']
+  lengths = np.array(row['lengths'])
+  assert set(np.flatnonzero(lengths)) <= {0, 1, 2, 4}
+  assert lengths.sum() == row['rounds_per_call'] * race().parts
+  got = sweep.model(row, cost)['modelled_speedup']
+  spent = sum(n * cost.round(k) for k, n in enumerate(lengths) if n)
+  np.testing.assert_allclose(got, NEW / spent)
+  told = race()._controllers[FREE].cost
+  assert told[0] == 1 and len(set(told.tolist())) == 4

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, generation, verify, warps
+from specjax.draft_length import FIXED
 from specjax.types import (
   Array,
   Batch,
   Block,
   Drafter,
+  DraftLength,
   Key,
   Keys,
   LanguageModel,
@@ -129,6 +131,7 @@ def sample(
   max_new_tokens: int,
   verifier: Verifier = verify.rejection,
   warp: Warp = warps.UNCHANGED,
+  controller: DraftLength = FIXED,
   done: Callable[[], Any] = lambda: None,
 ) -> list[generation.Result]:
   """Continues every prompt many times.
@@ -148,6 +151,7 @@ def sample(
     max_new_tokens: N, of every row.
     verifier: the rule, a function or a callable pytree.
     warp: the sampling transform of the target.
+    controller: of the draft length.
     done: called after each batch.
 
   Returns:
@@ -166,13 +170,18 @@ def sample(
   repeated = [prompt for prompt in prompts for _ in range(each)]
   length = [len(prompt) for prompt in repeated]
   state = generation.start(
-    target, drafter, repeated, key=key, max_new_tokens=max_new_tokens
+    target,
+    drafter,
+    repeated,
+    key=key,
+    max_new_tokens=max_new_tokens,
+    controller=controller,
   )
   verifier = verify.as_pytree(verifier)
   results = []
   for i in range(batches):
     keys = row_keys(key, i, len(repeated))
-    end = _decode(target, drafter, verifier, warp, state, keys)
+    end = _decode(target, drafter, verifier, warp, controller, state, keys)
     results.append(generation.finish(end, length))
     done()
   return results
@@ -219,11 +228,13 @@ def observe(
 
 
 @jax.jit
-def _decode(target, drafter, verifier, warp, state, keys):
+def _decode(target, drafter, verifier, warp, controller, state, keys):
   forever = jnp.iinfo(jnp.int32).max
   state = state._replace(row=keys)
   eos = jnp.zeros(0, jnp.int32)
-  return decode.advance(target, drafter, verifier, warp, eos, state, forever)
+  return decode.advance(
+    target, drafter, verifier, warp, eos, state, forever, controller
+  )
 
 
 @functools.partial(jax.jit, static_argnums=5)

@@ -10,8 +10,17 @@ import numpy as np
 
 from specjax import enumeration, generation, logs, verify, warps
 from specjax.certify import bits, decisions, display, samples
+from specjax.draft_length import FIXED
 from specjax.drafters.none import NoDrafter
-from specjax.types import Drafter, Key, LanguageModel, Trainable, Verifier, Warp
+from specjax.types import (
+  Drafter,
+  DraftLength,
+  Key,
+  LanguageModel,
+  Trainable,
+  Verifier,
+  Warp,
+)
 
 SPECULATIVE, PLAIN = ARMS = 'speculative', 'plain'
 ROUNDING = 1e-6  # of a probability on a table, in float32
@@ -29,6 +38,7 @@ class Subject(NamedTuple):
     warp: the target's sampling transform.
     direction: the law to look for leaks of; see `samples.observe`.
     key: all text is drawn with keys made from it.
+    controller: of the draft length.
   """
 
   target: LanguageModel
@@ -37,6 +47,7 @@ class Subject(NamedTuple):
   warp: Warp
   direction: Trainable
   key: Key
+  controller: DraftLength = FIXED
 
   def stream(self, number: int) -> Key:
     """The key of one sample; equal numbers give equal seeds."""
@@ -47,8 +58,9 @@ class Subject(NamedTuple):
   ) -> list[generation.Result]:
     """Text of an arm; see `samples.sample`."""
     drafter, verifier = self.drafter, self.verifier
+    controller = self.controller
     if arm == PLAIN:
-      drafter, verifier = NoDrafter(), verify.rejection
+      drafter, verifier, controller = NoDrafter(), verify.rejection, FIXED
     return samples.sample(
       self.target,
       drafter,
@@ -56,6 +68,7 @@ class Subject(NamedTuple):
       key=self.stream(stream),
       verifier=verifier,
       warp=self.warp,
+      controller=controller,
       **settings,
     )
 

@@ -35,7 +35,7 @@ class Committee:
     """The memories of the members."""
     return tuple(m.init(target, batch, size) for m in self.members)
 
-  def propose(self, target, cache, memory, keys, tokens, length):
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """The members' chains, side by side."""
     fold = jax.vmap(jax.random.fold_in, (0, None))
     drafts, memories = [], []

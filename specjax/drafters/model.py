@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,9 @@ from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Array, Block, Draft, LanguageModel, Warp, pytree
 
 # Tokens fed at a time. After a fully accepted round two are new to the draft:
-# its own last one, which it drew but never read, and the bonus. The same pass,
-# in a loop, reads a whole prompt.
-_NEW = 2
+# its own last one, which it drew but never read, and the bonus. A prompt, or
+# what was decoded without a draft, is read in larger pieces.
+_NEW, _MANY = 2, 16
 
 
 class ModelMemory(NamedTuple):
@@ -67,39 +68,62 @@ class ModelDrafter:
       self.model.init_cache(batch, size), jnp.zeros(batch, jnp.int32)
     )
 
-  def propose(self, target, cache, memory, keys, tokens, length):
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """A sampled chain and the laws it was drawn from."""
     batch = tokens.shape[0]
     if self.k == 0:
       empty = jnp.zeros((batch, 0), jnp.int32)
-      return Draft(empty), memory._replace(fed=jnp.zeros_like(memory.fed))
+      nothing = memory._replace(fed=jnp.zeros_like(memory.fed))
+      return Draft(empty, siblings=self.siblings), nothing
 
-    own, features = self.catch_up(memory.cache, tokens, length)
+    most = self.k if limit is None else limit.nodes
+    own, features = self.catch_up(memory.cache, tokens, length, most > 0)
 
-    def draw(features, i):
+    def draw(i, features, active):
       logits = self.warp(self.model.unembed(features[:, 0]))
-      return self._draw(keys, length + i, i, logits), logits
+      if limit is not None and limit.go_on is not None:
+        active &= limit.go_on(i, logits)
+      return self._draw(keys, length + i, i, logits), logits, active
 
-    def grow(carry, i):
-      own, token = carry
-      block = Block(token[:, None])
-      output, rows = self.model.extend(block, own)
+    def nothing(i, features, active):
+      shapes = jax.eval_shape(draw, i, features, active)
+      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    active = jnp.ones(batch, bool)
+    if limit is None:
+      token, logits, active = draw(0, features, active)
+    else:
+      token, logits, active = jax.lax.cond(
+        most > 0, draw, nothing, 0, features, active
+      )
+
+    def going(carry):
+      i, *_, active = carry
+      return (i < most) & active.any()
+
+    def grow(carry):
+      i, own, chain, laws, count, active = carry
+      token = jax.lax.dynamic_slice_in_dim(chain, i - 1, 1, 1)
+      output, rows = self.model.extend(Block(token), own)
       own = self.model.commit(own, rows, jnp.ones((batch, 1), bool))
-      token, logits = draw(output.features, i)
-      return (own, token), (token, logits)
+      token, logits, active = draw(i, output.features, active)
+      chain = chain.at[:, i].set(token)
+      laws = laws.at[:, i].set(logits)
+      return i + 1, own, chain, laws, count + active, active
 
-    token, logits = draw(features, 0)
+    chain = jnp.zeros((batch, self.k), jnp.int32).at[:, 0].set(token)
+    laws = jnp.zeros((batch, self.k, logits.shape[-1]), logits.dtype)
+    laws = laws.at[:, 0].set(logits)
+    start = 1, own, chain, laws, active.astype(jnp.int32), active
     # A loop, not an unrolled chain: one compiled step for every k.
-    (own, _), (more, more_logits) = jax.lax.scan(
-      grow, (own, token), jnp.arange(1, self.k)
-    )
-    chain = jnp.concatenate([token[:, None], more.T], 1)
-    laws = jnp.concatenate([logits[:, None], more_logits.transpose(1, 0, 2)], 1)
-    draft = Draft(chain, logits=laws, siblings=self.siblings)
+    fed, own, chain, laws, count, _ = jax.lax.while_loop(going, grow, start)
+    valid = None if limit is None else jnp.arange(self.k) < count[:, None]
+    draft = Draft(chain, logits=laws, valid=valid, siblings=self.siblings)
     # The pending token and all but the last drafted one lie in the cache, but
     # only `observe` learns which of them came true.
-    own = own._replace(length=length - 1)
-    return draft, ModelMemory(own, jnp.full_like(length, self.k))
+    own = own._replace(length=jnp.where(most > 0, length - 1, own.length))
+    fed = jnp.where(most > 0, fed, 0)
+    return draft, ModelMemory(own, jnp.full_like(length, fed))
 
   def observe(self, target, memory, block, kept, output):
     """Counts the kept nodes that the draft had fed; the rest it catches up."""
@@ -120,43 +144,50 @@ class ModelDrafter:
     """The draft's logits `[..., V]`."""
     return self.model.unembed(features)
 
-  def catch_up(self, own, tokens, length):
+  def catch_up(self, own, tokens, length, wanted=True):
     """Reads what is committed and new, as far as the pending token.
 
     Args:
       own: the draft model's cache.
       tokens: `[B, T]`.
       length: `[B]`.
+      wanted: scalar bool; without it nothing is read.
 
     Returns:
       The cache of `tokens[:length]`, and features `[B, 1, D']` of the last.
     """
 
-    def behind(carry):
-      return jnp.any(carry[0].length < length)
-
-    def read(carry):
+    def reading(size, carry):
       own, features = carry
       last = (length - own.length - 1)[:, None, None]
-      output, own = self._feed(own, tokens, length)
+      output, own = self._feed(own, tokens, length, size)
       here = jnp.take_along_axis(
-        output.features, jnp.clip(last, 0, _NEW - 1), 1
+        output.features, jnp.clip(last, 0, size - 1), 1
       )
       # Rows that are done reading wait for the others.
-      return own, jnp.where((last >= 0) & (last < _NEW), here, features)
+      return own, jnp.where((last >= 0) & (last < size), here, features)
 
-    shape = jax.eval_shape(self._feed, own, tokens, length)[0].features
+    def behind(by, carry):
+      return wanted & jnp.any(length - carry[0].length > by)
+
+    feed = functools.partial(self._feed, size=_NEW)
+    shape = jax.eval_shape(feed, own, tokens, length)[0].features
     empty = jnp.zeros((tokens.shape[0], 1, shape.shape[2]), shape.dtype)
-    return jax.lax.while_loop(behind, read, (own, empty))
+    carry = own, empty
+    for by, size in ((_NEW, _MANY), (0, _NEW)):
+      carry = jax.lax.while_loop(
+        functools.partial(behind, by), functools.partial(reading, size), carry
+      )
+    return carry
 
   def _draw(self, keys, position, i, logits):
     """Tokens `[B]` of node i, which would stand at `position` `[B]`."""
     fold = jax.vmap(jax.random.fold_in, (0, None))
     return jax.vmap(draws.inverse_cdf)(fold(keys.draft, i), logits)
 
-  def _feed(self, own, tokens, end):
-    """Feeds the next `_NEW` tokens behind the cache, as far as `end` `[B]`."""
-    index = own.length[:, None] + jnp.arange(_NEW)
+  def _feed(self, own, tokens, end, size):
+    """Feeds the next `size` tokens behind the cache, as far as `end` `[B]`."""
+    index = own.length[:, None] + jnp.arange(size)
     inside = jnp.minimum(index, tokens.shape[1] - 1)
     block = Block(jnp.take_along_axis(tokens, inside, 1))
     output, rows = self.model.extend(block, own)

@@ -36,9 +36,11 @@ class NGram:
     """No memory: the token buffer is all it needs."""
     return ()
 
-  def propose(self, target, cache, memory, keys, tokens, length):
-    """Point masses; nodes beyond the known text are invalid."""
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
+    """Point masses, which leave no doubt; beyond the known text invalid."""
     copied, valid = jax.vmap(self._look_up)(tokens, length)
+    if limit is not None:
+      valid &= jnp.arange(self.k) < limit.nodes
     return Draft(copied, valid=valid, siblings='fixed'), memory
 
   def observe(self, target, memory, block, kept, output):

@@ -15,7 +15,7 @@ class NoDrafter:
     """No memory."""
     return ()
 
-  def propose(self, target, cache, memory, keys, tokens, length):
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """An empty draft."""
     empty = jnp.zeros((tokens.shape[0], 0), jnp.int32)
     return Draft(empty, siblings='fixed'), memory

@@ -70,7 +70,7 @@ class TreeDrafter(model.ModelDrafter):
       rows = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return TreeMemory(cache, rows, jnp.zeros(batch, bool))
 
-  def propose(self, target, cache, memory, keys, tokens, length):
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """A sampled tree, level by level, and the laws it was drawn from."""
     batch = tokens.shape[0]
     if self.k == 0:

@@ -1,0 +1,107 @@
+"""How a run's draft is distilled: what several scripts do alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax import data, distill, runs, training, warps
+from specjax.checkpoint import Checkpoints
+from specjax.types import LanguageModel, Trainable
+from specjax.workspace import Workspace
+
+# What a draft was made from, beside its target. Validation too, or the scores
+# of its checkpoints could not be compared.
+DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'validation')
+
+
+def refuse_other_draft(
+  folder: Path, config: Mapping[str, Any], flag: str = '--workdir'
+) -> None:
+  """Refuses to go on with a draft that was begun with other values.
+
+  Args:
+    folder: of the draft, which need not exist.
+    config: what it shall be distilled with.
+    flag: the option that would name another folder.
+
+  Raises:
+    ValueError: they differ; the message lists every value that does.
+  """
+  drafts = Checkpoints(folder)
+  if drafts.latest() is not None:
+    old = drafts.meta(drafts.latest())['config']
+    runs.refuse_changes(folder, old, config, DRAFT_SECTIONS, flag)
+
+
+def distil(
+  workspace: Workspace, target: LanguageModel, name: str
+) -> dict[str, float]:
+  """Distils a draft, from its newest checkpoint if it has one.
+
+  Args:
+    workspace: the run; its configuration describes the draft and the training.
+    target: the run's target.
+    name: the draft's folder in the run.
+
+  Returns:
+    What `measure` says of the best of its checkpoints.
+  """
+  c = workspace.config['distill']
+  weights = distill.objective(workspace.config['loss']['kl_weight'])
+  tx = distill.optimizer(
+    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
+  )
+  update = jax.jit(
+    distill.make_step(distill.distill_loss, tx), donate_argnums=0
+  )
+  evaluate = functools.partial(
+    measure,
+    compiled=jax.jit(distill.measure, static_argnums=3),
+    target=target,
+    workspace=workspace,
+  )
+  training.fit(
+    distill.init(workspace.new_drafter(c['seed']), tx),
+    lambda state, batch: update(state, target, batch, weights),
+    data.Batches(workspace.windows('train'), c['batch'], c['seed']),
+    evaluate,
+    steps=c['steps'],
+    every=c['eval_every'],
+    folder=workspace.folder / name,
+    log=workspace.folder / 'logs' / name,
+    meta={
+      'model': workspace.draft_config,
+      'tokenizer': workspace.tokenizer.hash,
+      'config': {key: workspace.config[key] for key in DRAFT_SECTIONS},
+    },
+    score=lambda values: values['block_efficiency'],
+    show=('acceptance', 'block_efficiency'),
+    tokens=c['batch'] * workspace.config['corpus']['window'],
+  )
+  return evaluate(workspace.drafter(name))
+
+
+def measure(
+  drafter: Trainable, compiled, target: LanguageModel, workspace: Workspace
+) -> dict[str, float]:
+  """What `distill.measure` measures, on held-out text by the target.
+
+  Args:
+    drafter: the draft.
+    compiled: `distill.measure`, jitted.
+    target: the run's target.
+    workspace: the run.
+  """
+  c = workspace.config['decode']
+  rollouts = workspace.rollouts(target, c['temperature'])
+  warp = warps.temperature(c['temperature'])
+  parts = (
+    compiled(drafter, target, warp, c['k'], batch)
+    for batch in data.in_order(rollouts, 16)
+  )
+  return {name: float(value) for name, value in distill.means(parts).items()}

@@ -1,0 +1,408 @@
+"""Controllers of the draft length: what they choose, and what it saves.
+
+That the law does not change with them is tested in `law_test`.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+import toys
+
+from specjax import costs, decode, draft_length, generation, verify, warps
+from specjax.drafters.coupled import CoupledDrafter
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.ngram import NGram
+from specjax.drafters.none import NoDrafter
+from specjax.drafters.tree import TreeDrafter
+from specjax.models.markov import Markov
+from specjax.types import Seen, pytree
+from specjax.warps import Greedy
+
+V, K = 7, 8
+TABLE = oracles.table(0, 2, V, 2.0)
+TARGET = Markov(jnp.asarray(TABLE))
+NEAR = Markov(jnp.asarray(TABLE + oracles.table(1, 2, V, 1.0)))
+PROMPTS = [[3], [1, 2, 1], [0, 6, 5] * 5]
+RUNGS = draft_length.ladder(K)
+C, BY_K = 0.05, 1 + 0.1 * np.arange(17)  # c and v as they are on a CPU
+
+
+def round_cost(k):
+  return k * C + BY_K[k]
+
+
+CONTROLLERS = {
+  'fallback': draft_length.Fallback(RUNGS, threshold=0.6, wait=2),
+  'adaptive': draft_length.find('adaptive', K, round_cost),
+  'confidence': draft_length.Confidence(RUNGS, bound=0.55),
+}
+DRAFTERS = {
+  'model': (ModelDrafter(NEAR, K), verify.rejection),
+  'block': (ModelDrafter(NEAR, K), verify.block),
+  'coupled': (CoupledDrafter(NEAR, K), verify.sampler_match),
+  'ngram': (NGram(K), verify.rejection),
+}
+NEVER = jnp.zeros(0, jnp.int32)
+every = pytest.mark.parametrize('name', CONTROLLERS)
+
+
+def generate(drafter, controller, prompts, new, seed=0, **settings):
+  return generation.generate(
+    settings.pop('target', TARGET),
+    drafter,
+    prompts,
+    key=jax.random.key(seed),
+    max_new_tokens=new,
+    controller=controller,
+    **settings,
+  )
+
+
+def cost(result):
+  """Plain rounds that a batch's rounds take."""
+  return costs.modelled(result.stats.lengths, round_cost)[0]
+
+
+@pytest.mark.parametrize(
+  ('name', 'drafter'),
+  [
+    ('fallback', 'model'),
+    ('adaptive', 'model'),
+    ('confidence', 'block'),
+    ('adaptive', 'coupled'),
+    ('fallback', 'ngram'),
+  ],
+)
+def test_greedy_text_is_that_of_the_target(name, drafter):
+  drafter, rule = DRAFTERS[drafter]
+  result = generate(
+    drafter, CONTROLLERS[name], PROMPTS, 40, warp=Greedy(), verifier=rule
+  )
+  assert result.new_tokens() == [
+    oracles.greedy(TABLE, prompt, 40) for prompt in PROMPTS
+  ]
+  assert (result.stats.lengths.sum(-1) == result.stats.rounds).all()
+  used = set(np.flatnonzero(result.stats.lengths.sum(0)))
+  assert used <= set(RUNGS) and len(used) > 1
+
+
+@every
+def test_a_row_that_is_done_has_no_say(name):
+  """Its neighbour drafts as it would alone."""
+  controller = CONTROLLERS[name]
+  keys = jax.random.split(jax.random.key(5), 2)
+  drafter = ModelDrafter(NEAR, K)
+  alone, beside = (
+    generation.generate(
+      TARGET,
+      drafter,
+      prompts,
+      key=key,
+      max_new_tokens=new,
+      controller=controller,
+    )
+    for prompts, key, new in (
+      ([[3]], keys[1:], [60]),
+      ([[0], [3]], keys, [0, 60]),
+    )
+  )
+  assert beside.new_tokens()[1] == alone.new_tokens()[0]
+  np.testing.assert_array_equal(beside.stats.lengths[1], alone.stats.lengths[0])
+
+
+@pytree
+class Picky(ModelDrafter):
+  """Drops a drawn token that it thought improbable."""
+
+  def propose(self, *args):
+    draft, memory = super().propose(*args)
+    log_q = jax.nn.log_softmax(draft.logits)
+    drawn = jnp.take_along_axis(log_q, draft.tokens[..., None], -1)[..., 0]
+    fine = jnp.cumprod(drawn > math.log(0.2), 1).astype(bool)
+    if draft.valid is not None:
+      fine &= draft.valid
+    return dataclasses.replace(draft, valid=fine), memory
+
+
+def foresight(drafter, controller):
+  """Whether any node was drafted or not by the value it would have.
+
+  One history, many futures: the keys of all rows are exchanged, and node i of a
+  draft may depend on the nodes before it and on nothing else.
+  """
+  state = generation.start(
+    TARGET,
+    drafter,
+    [[3]],
+    key=jax.random.key(1),
+    max_new_tokens=60,
+    controller=controller,
+  )
+  arguments = TARGET, drafter, verify.as_pytree(verify.rejection)
+  settings = warps.UNCHANGED, NEVER
+  step = jax.jit(decode.step)
+  for _ in range(6):  # some history
+    state, _ = step(*arguments, *settings, state, controller)
+
+  def draft(row):
+    other = state._replace(row=row[None])
+    _, seen = decode.step(*arguments, *settings, other, controller)
+    return seen.draft.tokens[0], seen.draft.valid[0]
+
+  rows = jax.random.split(jax.random.key(2), 3000)
+  tokens, valid = jax.jit(jax.vmap(draft))(rows)
+  tokens, valid = np.asarray(tokens), np.asarray(valid)
+  for i in range(K):
+    before = np.where(valid[:, :i], tokens[:, :i], -1)
+    _, group = np.unique(before, axis=0, return_inverse=True)
+    group = group.reshape(-1) if i else np.zeros(len(tokens), int)
+    counts = np.bincount(group), np.bincount(group, valid[:, i])
+    if not np.isin(counts[1], [0, *np.unique(counts[0])]).all():
+      return True
+    if ((counts[1] > 0) & (counts[1] < counts[0])).any():
+      return True
+  return False
+
+
+@every
+def test_the_length_anticipates_nothing(name):
+  assert not foresight(ModelDrafter(NEAR, K), CONTROLLERS[name])
+
+
+def test_foresight_would_be_seen():
+  assert foresight(Picky(NEAR, K), CONTROLLERS['confidence'])
+
+
+def seen(passed, tested, k=K):
+  """A round of one row in which the first tests passed."""
+  index = np.arange(k)
+  return Seen(
+    jnp.array([index < passed]),
+    jnp.array([index < tested]),
+    jnp.array([tested]),
+    jnp.array([True]),
+  )
+
+
+def lengths(controller, rounds):
+  """Limits before each of the rounds and after the last."""
+  control, found = controller.init(), []
+  for passed, tested in rounds:
+    found.append(int(controller.limit(control).nodes))
+    control = controller.update(control, seen(passed, tested))
+  return [*found, int(controller.limit(control).nodes)]
+
+
+def test_fallback_by_hand():
+  controller = draft_length.Fallback(RUNGS, wait=2, longest_wait=5)
+  lost, plain, won = (0, 1), (0, 0), (1, 1)
+  # Down a rung a round, two plain rounds, a probe; then twice as many, and
+  # never more than the most.
+  rounds = [lost] * 4 + ([plain] * 2 + [lost]) + ([plain] * 4 + [lost])
+  rounds += [plain] * 5 + [lost] + [plain] * 5
+  assert lengths(controller, rounds) == (
+    [8, 4, 2, 1] + [0, 0, 1] + [0] * 4 + [1] + [0] * 5 + [1] + [0] * 5 + [1]
+  )
+  # A probe that passes leads all the way up, and the next wait is short.
+  rounds = [lost] * 4 + [plain] * 2 + [won, (2, 2), (4, 4), (8, 8)]
+  assert lengths(controller, rounds)[6:] == [1, 2, 4, 8, 8]
+
+
+def test_fallback_stays_where_the_rate_is_at_its_threshold():
+  controller = draft_length.Fallback(RUNGS, threshold=0.5, memory=1.0)
+  assert lengths(controller, [(1, 2)] * 9) == [8] * 10
+  assert lengths(controller, [(0, 1)]) == [8, 4]
+
+
+def test_adaptive_takes_the_best_length_of_the_cost_model():
+  """Where it has seen enough for its rates to be those of the draft."""
+  alpha = np.linspace(0.9, 0.2, K)
+  rng = np.random.default_rng(0)
+  for c, slope in ((0.02, 0.02), (0.05, 0.1), (0.2, 0.3), (0.5, 1.0)):
+    v = 1 + slope * np.arange(K + 1)
+    cost = (np.arange(K + 1) * c + v)[list(RUNGS)]
+    controller = draft_length.Adaptive(
+      RUNGS, jnp.array(cost), memory=1.0, surprise=1e9
+    )
+    passed = np.cumprod(rng.random((3000, K)) < alpha, 1) > 0
+    tested = np.hstack([np.ones((3000, 1), bool), passed[:, :-1]])
+    one = np.ones((3000, 1), bool)
+    rounds = passed[:, None], tested[:, None], tested.sum(-1)[:, None], one
+
+    def update(control, x, controller=controller):
+      return controller.update(control, Seen(*x)), None
+
+    control = jax.lax.scan(update, controller.init(), rounds)[0]
+    tokens = costs.tokens_by_k(alpha, K)[list(RUNGS)]
+    best = RUNGS[np.argmax(costs.speedup(tokens, RUNGS, c, v[list(RUNGS)]))]
+    assert int(controller.limit(control).nodes) == best
+
+
+def test_adaptive_leaves_a_plain_round_when_it_has_forgotten():
+  controller = CONTROLLERS['adaptive']
+  found = lengths(controller, [(0, 1)] * 6 + [(0, 0)] * 60)
+  assert found[6] == 0 and found[-1] > 0
+  # At costs that no draft is worth it never tries.
+  dear = draft_length.find('adaptive', K, lambda k: 1 + 9 * k)
+  assert set(lengths(dear, [(0, 0)] * 60)) == {0}
+
+
+def test_confidence_goes_by_the_entropy_of_the_draft():
+  controller = draft_length.Confidence(RUNGS, gamma=0.2, bound=0.5)
+  limit = controller.limit(controller.init())
+  # 1 - sqrt(0.2 H) = 0.5 at H = 1.25 nats: about three and a half tokens.
+  for tokens, sure in ((1, True), (3, True), (4, False), (7, False)):
+    logits = jnp.where(jnp.arange(V) < tokens, 0.0, -jnp.inf)[None]
+    assert bool(limit.go_on(1, logits)[0]) is sure
+    assert bool(limit.go_on(0, logits)[0])  # the first always
+  assert not np.isnan(limit.go_on(1, logits)).any()
+
+
+def test_the_bound_of_confidence_follows_what_is_accepted():
+  controller = draft_length.Confidence(RUNGS, bound=0.5, wanted=0.7)
+  bounds = []
+  for passed in (0, 8):
+    control = controller.init()
+    for _ in range(10):
+      control = controller.update(control, seen(passed, 8))
+    bounds.append(float(control.bound))
+  assert bounds[0] > 0.5 > bounds[1]
+  idle = controller.update(controller.init(), seen(0, 0))
+  assert float(idle.rate) == float(controller.init().rate)
+
+
+UNTRAINED = Markov(jnp.zeros((64, 64)))
+LARGE = Markov(3 * jnp.asarray(oracles.table(2, 1, 64, 1.0)))
+CLOSE = Markov(LARGE.logits[...] + jnp.asarray(oracles.table(3, 1, 64, 0.5)))
+
+
+def test_fallback_costs_next_to_nothing_behind_a_bad_draft():
+  """Modelled, over 256 tokens and eight seeds.
+
+  Before a probe the draft reads what was decoded without it, sixteen tokens in
+  a pass, which counts as two steps.
+  """
+  drafter, new = ModelDrafter(UNTRAINED, K), 256
+  extra, fixed = [], []
+  for seed in range(8):
+    for found, controller in (
+      (extra, draft_length.Fallback(RUNGS)),
+      (fixed, draft_length.FIXED),
+    ):
+      result = generate(drafter, controller, [[1]], new, seed, target=LARGE)
+      plain = result.stats.lengths[0, 0]
+      found.append((cost(result) + 2 * C * plain / 16) / new - 1)
+  assert np.mean(extra) <= 0.03
+  assert np.mean(fixed) > 0.3
+
+
+def test_fallback_comes_back_when_the_draft_is_exchanged():
+  bad, good = ModelDrafter(UNTRAINED, K), ModelDrafter(CLOSE, K)
+  controller = draft_length.Fallback(RUNGS)
+  advance = jax.jit(decode.advance)
+  rule = verify.as_pytree(verify.rejection)
+  state = generation.start(
+    LARGE,
+    bad,
+    [[1]],
+    key=jax.random.key(0),
+    max_new_tokens=3000,
+    controller=controller,
+  )
+  settings = rule, warps.UNCHANGED, NEVER
+
+  def run(drafter, state, rounds):
+    before = np.asarray(state.stats.lengths[0])
+    state = advance(LARGE, drafter, *settings, state, rounds, controller)
+    return state, np.asarray(state.stats.lengths[0]) - before
+
+  state, used = run(bad, state, 200)
+  assert used[0] > 150
+  size = state.memory.cache.rows.shape[2]
+  state = state._replace(memory=good.init(LARGE, 1, size))
+  state, _ = run(good, state, 256)  # the longest that it may wait
+  state, used = run(good, state, 20)
+  assert not state.done.all()
+  assert used[K] >= 15
+
+
+def regimes(stay, vocab=16):
+  """Tables that switch between an easy half of the tokens and a hard one.
+
+  In the easy half the draft is nearly the target, in the hard one it is
+  another law; on average a half is left after `stay` tokens.
+  """
+  rng, half = np.random.default_rng(0), vocab // 2
+  p, q = rng.dirichlet(np.full(half, 0.5), (2, vocab))
+  q[:half] = 0.97 * p[:half] + 0.03 * q[:half]
+  switch = np.full((vocab, half), 1 / stay / half)
+
+  def table(own):
+    own = (1 - 1 / stay) * own
+    top = np.hstack([own[:half], switch[:half]])
+    bottom = np.hstack([switch[half:], own[half:]])
+    return Markov(jnp.asarray(oracles.log(np.vstack([top, bottom]))))
+
+  return table(p), table(q)
+
+
+def test_adaptive_is_near_an_oracle_of_the_regime():
+  """One that knows which it is in, and the best length there."""
+  k, new, seeds = 16, 4000, range(4)
+  rungs = draft_length.ladder(k)
+
+  def spent(controller, k, stay, new, prompt=0, seed=0):
+    target, draft = regimes(stay)
+    drafter = ModelDrafter(draft, k)
+    result = generate(drafter, controller, [[prompt]], new, seed, target=target)
+    return cost(result), result.new_tokens()[0]
+
+  best = [
+    min(spent(draft_length.FIXED, j, 1e9, 2000, side)[0] / 2000 for j in rungs)
+    for side in (0, 15)
+  ]
+  adaptive = draft_length.find('adaptive', k, round_cost)
+  over = {}
+  for name, controller, j in [
+    ('adaptive', adaptive, k),
+    *((i, draft_length.FIXED, i) for i in rungs),
+  ]:
+    ratios = []
+    for seed in seeds:
+      took, tokens = spent(controller, j, 400, new, 0, seed)
+      easy = np.mean(np.array([0, *tokens[:-1]]) < 8)
+      ratios.append(took / new / (easy * best[0] + (1 - easy) * best[1]))
+    over[name] = np.mean(ratios)
+  print(over)
+  assert over['adaptive'] <= 1.05
+  assert over['adaptive'] < min(over[j] for j in rungs) - 0.1
+
+
+def test_a_ladder_climbs_from_nothing():
+  assert draft_length.ladder(1) == (0, 1)
+  assert draft_length.ladder(6) == (0, 1, 2, 4, 6)
+  assert draft_length.ladder(8) == (0, 1, 2, 4, 8)
+  for rungs in ((), (0,), (1, 2), (0, 2, 1), (0, 1, 1)):
+    with pytest.raises(ValueError, match='should climb from 0'):
+      draft_length.Fallback(rungs)
+  with pytest.raises(ValueError, match='needs one for each'):
+    draft_length.Adaptive(RUNGS, jnp.ones(3))
+
+
+def test_what_does_not_fit_is_refused():
+  controller = CONTROLLERS['fallback']
+  model = toys.transformer(vocab_size=V)
+  for drafter, said in (
+    (ModelDrafter(NEAR, 4), '4 tokens'),
+    (NoDrafter(), '0 tokens'),
+    (TreeDrafter(model, 2), 'a tree'),
+  ):
+    with pytest.raises(ValueError, match=f'proposes {said}'):
+      generate(drafter, controller, [[1]], 8)
+  with pytest.raises(ValueError, match="no draft length 'longest'"):
+    draft_length.find('longest', K)
