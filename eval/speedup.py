@@ -62,17 +62,15 @@ def measure(workspace: Workspace, draft: str):
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
-  timed = workspace.prompts('test', count, decode['prompt_length'])
   # Runs from before they were asked for do not have them.
   wanted = max(c.get('others', 0), largest)
   controllers = c.get('controllers', ())
   # What a round costs is measured at the fixed lengths.
   controlled_k = min(c.get('controlled_k', 0), max(c['ks']))
-  others = sweep.groups(
-    workspace.prompts('validation', wanted, decode['prompt_length']),
-    largest,
-    wanted,
-  )
+  # Of one split, so that they differ by nothing but chance.
+  prompts = workspace.prompts('test', count + wanted, decode['prompt_length'])
+  timed, others = prompts[:count], prompts[count:]
+  others = sweep.groups(others, largest, wanted)
 
   costs_file = workspace.folder / 'costs.json'
   pricing.load(costs_file, {})  # a damaged one is refused before the work

@@ -43,8 +43,10 @@ from specjax.types import (
   Warp,
 )
 
-# Turns of a timed loop: enough for its start not to matter.
-TURNS = {'round': 6, 'pass': 6, 'draft': 24}
+# Turns of a timed loop: enough for its start, when little is in the processor's
+# caches, not to matter. Plain rounds are the shortest, and all else is divided
+# by them.
+TURNS = {'plain': 16, 'round': 8, 'pass': 8, 'draft': 24}
 
 FOREVER = jnp.iinfo(jnp.int32).max
 
@@ -68,7 +70,7 @@ class Costs(NamedTuple):
     v: by draft length K from 0, all else that a round of K tokens does.
     passes: by draft length K from 0, the part of v that is the target's bare
       pass over K + 1 tokens; empty where it was not asked for.
-    call: a call that decodes nothing, for any drafter: the host's share.
+    call: a call of the compiled loop that decodes nothing: the host's share.
     start: what a call takes beyond its rounds: the same, and what the drafter
       reads of the prompt.
   """
@@ -210,17 +212,18 @@ class Meter:
     Args:
       seconds: by name, those of each repeat, as `timing.alternate` gives them;
         other names are passed over.
-      results: by name, what the calls of a repeat returned.
+      results: by name, what its calls within a repeat returned.
     """
     for name in self._arguments(warps.UNCHANGED):
       turns = TURNS.get(name[0], 1)
       if name[0] == 'round':  # fewer where the text came to its end
         turns = int(np.max(np.asarray(results[name][0].stats.rounds)))
       turns *= len(results[name])
-      # A call copies the state in, once: that is no part of a round.
-      empty = seconds['call', PLAIN] if name[0] == 'round' else [0.0]
-      empty = np.resize(np.asarray(empty), len(seconds[name]))
-      samples = (np.asarray(seconds[name]) - empty) / turns
+      samples = np.asarray(seconds[name])
+      # A call copies the cache in, once: that is no part of a round.
+      if name[0] in ('round', 'pass'):
+        samples = samples - np.asarray(seconds['call', PLAIN])
+      samples = samples / turns
       self._samples.setdefault(name, []).extend(samples.tolist())
 
   def costs(self, name: str) -> Costs:
@@ -235,9 +238,9 @@ class Meter:
     c, v = {}, {0: 1.0}
     for arm in own:
       draft = np.array([np.interp(arm.k, lengths, row) for row in timed])
-      rest = samples['round', arm] - draft
-      c[arm.k] = float(np.median(draft / plain)) / arm.k
-      v[arm.k] = float(np.median(rest / plain))
+      drafting = float(np.median(draft / plain))
+      c[arm.k] = drafting / arm.k
+      v[arm.k] = float(np.median(samples['round', arm] / plain)) - drafting
     start = samples['start', own[-1]] - samples['round', own[-1]]
     return Costs(
       seconds=float(np.median(plain)),
@@ -258,7 +261,9 @@ class Meter:
 
   def _arguments(self, warp: Warp) -> dict[Hashable, tuple]:
     found = {
-      ('round', arm): self._loop(arm, self._middle, TURNS['round'], warp)
+      ('round', arm): self._loop(
+        arm, self._middle, TURNS['round' if arm.k else 'plain'], warp
+      )
       for arm in self._arms
     }
     found['call', PLAIN] = self._loop(PLAIN, self._middle, 0, warp)

@@ -229,9 +229,11 @@ class Race:
       for arm in self._arms
     }
     priced = self._meter.calls(warps.temperature(temperature))
-    calls |= {name: [call] * self.parts for name, call in priced.items()}
+    # Once in a repeat: they do not depend on the prompts.
+    rest = [lambda: None] * (self.parts - 1)
+    calls |= {name: [call, *rest] for name, call in priced.items()}
     seconds, states = timing.alternate(calls, repeats, done)
-    self._meter.add(seconds, states)
+    self._meter.add(seconds, {name: states[name][:1] for name in priced})
     results = {
       arm: [self._finish(state) for state in states[arm]] for arm in self._arms
     }

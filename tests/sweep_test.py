@@ -53,6 +53,7 @@ def greedy():
   return {Arm(row['drafter'], row['k']): row for row in rows}, race().outlook(0)
 
 
+@pytest.mark.slow  # a program for every arm
 def test_one_greedy_decoding_tells_the_rounds_of_all_lengths(greedy):
   rows, outlook = greedy
   results = race().results[0]
@@ -64,6 +65,7 @@ def test_one_greedy_decoding_tells_the_rounds_of_all_lengths(greedy):
   assert (longest < shortest).any() and len(set(longest)) > 1
 
 
+@pytest.mark.slow  # a program for every arm
 def test_a_prediction_from_the_same_rounds_is_off_by_time_alone(greedy):
   rows, outlook = greedy
   cost = race().costs()
