@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from specjax import decode, verify, warps
+from specjax import decode, draft_length, verify, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.none import NoDrafter
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -36,15 +36,15 @@ def draft():
   return Transformer(TransformerConfig(V, **sizes), nnx.Rngs(1))
 
 
-def ready(target, drafter):
+def ready(target, drafter, size=T, controller=draft_length.FIXED):
   """A state with a prompt, and no end in sight."""
-  tokens = np.zeros((1, T), np.int32)
+  tokens = np.zeros((1, size), np.int32)
   tokens[0, :PROMPT] = np.arange(PROMPT)
   length = jnp.array([PROMPT])
   row = jax.random.key(5)[None]
   prefill = jax.jit(decode.prefill)
-  stop = jnp.array([T])
-  return prefill(target, drafter, tokens, length, stop, length, row)
+  stop = jnp.array([size])
+  return prefill(target, drafter, tokens, length, stop, length, row, controller)
 
 
 def best_of_ten(*programs):
@@ -201,3 +201,34 @@ def test_a_round_costs_little_more_than_its_forwards(target, draft):
   cost = ratio(ours, bare, 1.15)
   print(f'round / forwards: {cost:.3f}')
   assert cost < 1.15
+
+
+def test_fallback_behind_a_bad_draft_costs_little_more_than_plain(
+  target, draft
+):
+  """256 tokens, in which it falls from K = 8 and probes a few times."""
+  k, new = 8, 256
+  sharp = warps.Temperature(0.05)  # what a flat draft seldom guesses
+  rule = verify.as_pytree(verify.rejection)
+  advance = jax.jit(decode.advance)
+  forever = jnp.iinfo(jnp.int32).max
+
+  def decoding(drafter, controller=draft_length.FIXED):
+    state = ready(target, drafter, PROMPT + new, controller)
+
+    def run():
+      args = target, drafter, rule, sharp, NO_END, state, forever, controller
+      return advance(*args).stats
+
+    return run
+
+  plain = decoding(NoDrafter())
+  bad = ModelDrafter(draft, k)
+  fallback = decoding(bad, draft_length.find('fallback', k))
+  stats = fallback()
+  assert stats.accepted.sum() < 0.1 * new  # the draft is bad
+  assert stats.lengths[0, 0] > 0.8 * new
+  cost = ratio(fallback, plain, 1.08)
+  fixed = ratio(decoding(bad), plain, 1.08)
+  print(f'fallback / plain: {cost:.3f}, K = 8 / plain: {fixed:.3f}')
+  assert cost < 1.08 < fixed
