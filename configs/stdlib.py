@@ -101,6 +101,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   sizes.heads = (6, 4, 3, 2, 1)  # of 64, like the target's
   sizes.kv_heads = (2, 2, 1, 2, 1)
   sizes.hidden = (1152, 704, 560, 448, 256)
+  # LRCOMMENT
+  sizes.learning_rate = (1.33e-3, 2e-3, 2.67e-3, 2e-3, 8e-3)
 
   if variant == 'tiny':
     config.workdir = 'runs/stdlib-tiny'
@@ -121,6 +123,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     speedup.prompts, speedup.repeats, speedup.others = 2, 2, 2
     sizes.width, sizes.layers, sizes.hidden = (32, 16), (1, 1), (32, 16)
     sizes.heads, sizes.kv_heads = (2, 1), (1, 1)
+    sizes.learning_rate = (4e-3, 8e-3)
   elif variant:
     raise ValueError("there is no such variant; there is 'tiny'")
   return config

@@ -77,21 +77,18 @@ def main(config, folder):
 def configs(config) -> dict:
   """The run's configuration as each draft has it, by the draft's folder.
 
-  Adam moves every weight by about the learning rate, whatever its gradient, and
-  a sum over `width` weights by as many times that. So the rate that suits the
-  run's own draft is multiplied by its width over a draft's (Yang et al. 2022,
-  arXiv 2203.03466). A larger draft would diverge at the same rate, or learn
-  less than it can, and the study would show that and not its size.
+  All of it is the run's own but the sizes of the model and its learning rate:
+  one rate for all would show which size it suits, not which size is best.
   """
-  columns, base = config['draft_sizes'], config['draft']['model']
-  found = {}
+  columns, found = config['draft_sizes'], {}
   for row in zip(*columns.values(), strict=True):
-    model = {**base, **dict(zip(columns, row, strict=True))}
-    rate = config['distill']['learning_rate'] * base['width'] / model['width']
-    found[f'sizes/{model["width"]}x{model["layers"]}'] = {
+    sizes = dict(zip(columns, row, strict=True))
+    rate = {'learning_rate': sizes.pop('learning_rate')}
+    draft = config['draft']
+    found[f'sizes/{sizes["width"]}x{sizes["layers"]}'] = {
       **config,
-      'draft': {**config['draft'], 'model': model},
-      'distill': {**config['distill'], 'learning_rate': rate},
+      'draft': {**draft, 'model': {**draft['model'], **sizes}},
+      'distill': {**config['distill'], **rate},
     }
   return found
 

@@ -111,6 +111,7 @@ def _check_sizes(columns: Mapping[str, Any]) -> None:
     )
   for row in zip(*columns.values(), strict=True):
     sizes = dict(zip(columns, row, strict=True))
+    del sizes['learning_rate']  # which is no size
     try:
       TransformerConfig(vocab_size=2, **sizes)
     except ValueError as error:

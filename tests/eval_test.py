@@ -176,18 +176,19 @@ def test_the_conclusion_names_the_fastest_size_and_what_is_as_fast():
   )
 
 
-def test_a_wider_draft_has_a_lower_learning_rate():
+def test_sizes_differ_in_the_model_and_its_learning_rate_alone():
   config = experiment.load(ROOT / 'configs' / 'stdlib.py').to_dict()
+  columns = config['draft_sizes']
   found = load('draft_size').configs(config)
-  base = config['distill']['learning_rate'] * config['draft']['model']['width']
-  assert len(found) == 5
-  for name, own in found.items():
-    width = own['draft']['model']['width']
-    assert own['distill']['learning_rate'] * width == pytest.approx(base)
-    assert name == f'sizes/{width}x{own["draft"]["model"]["layers"]}'
-    for section in ('loss', 'validation', 'target'):
-      assert own[section] == config[section]
-    assert own['distill']['steps'] == config['distill']['steps']
+  assert len(found) == len(columns['width'])
+  for i, (name, own) in enumerate(found.items()):
+    sizes = own['draft'].pop('model') | own['distill']
+    for key, column in columns.items():
+      assert sizes[key] == column[i]
+    assert name == f'sizes/{sizes["width"]}x{sizes["layers"]}'
+    own['draft']['model'] = config['draft']['model']
+    own['distill']['learning_rate'] = config['distill']['learning_rate']
+    assert own == config
 
 
 def test_generate_is_plain_text_when_piped_whatever_drafts(run):

@@ -68,6 +68,7 @@ def test_the_page_itself_is_fine():
     ('draft_sizes.width', (32, 0), '1 or more'),
     ('draft_sizes.width', (32,), 'different lengths .*width 1'),
     ('draft_sizes.width', (32, 32), 'two drafts of width 32 and 1 layers'),
+    ('draft_sizes.learning_rate', (4e-3, 0.0), 'positive'),
     ('draft_sizes.heads', (3, 1), 'draft_sizes: width 32 does not divide'),
     ('draft_sizes.kv_heads', (1, 2), 'draft_sizes: 1 heads cannot share'),
   ],
