@@ -111,11 +111,11 @@ def race(workspace: Workspace, target, drafter, name) -> dict:
   c, decode = workspace.config['speedup'], workspace.config['decode']
   batch, size = min(c['batches']), decode['prompt_length']
   count = max(c['prompts'], *c['batches'])
-  # As many prompts for the prediction as `speedup.py` takes.
-  timed, others = (
-    sweep.groups(workspace.prompts(split, count, size), batch, number)
-    for split, number in (('test', c['prompts']), ('validation', count))
-  )
+  # Of one split, so that they differ by nothing but chance.
+  total = count + c.get('others', count)
+  prompts = workspace.prompts('test', total, size)
+  timed = sweep.groups(prompts, batch, c['prompts'])
+  others = sweep.groups(prompts[count:], batch, total - count)
   kind, temperature = (
     workspace.config['draft']['drafter'],
     decode['temperature'],
@@ -136,15 +136,15 @@ def race(workspace: Workspace, target, drafter, name) -> dict:
     len(lowered), f'compile {name}', unit='programs'
   ) as progress:
     arms.compiled(timing.compile_all(lowered, progress.advance))
-  expected = arms.tokens_per_round(temperature)
+  outlook = arms.outlook(temperature)
   with logs.Progress(
     c['repeats'] * arms.parts, f'decode {name}', unit='turns'
   ) as progress:
     rows = arms.run(temperature, c['repeats'], progress.advance)
   rows = [row for row in rows if row['drafter'] == kind]
-  costs = arms.costs()
+  costs, new = arms.costs()[kind], decode['max_new_tokens']
   for row in rows:
-    row |= sweep.predict(row, expected[sweep.Arm(kind, row['k'])], costs)
+    row |= sweep.predict(row, outlook, costs, arms.parts, new)
   return fastest(rows) | {'costs': costs._asdict(), 'sweep': rows}
 
 

@@ -97,7 +97,7 @@ def generate(workspace: Workspace, warp, write):
   target = workspace.target()
   branching = experiment.numbers('--branching', BRANCHING.value)
   drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp, branching)
-  controller = workspace.controller(target, drafter)
+  controller = workspace.controller(DRAFTER.value, target, drafter)
   prompt = tokenizer.encode(PROMPT.value) or [tokenizer.eos_id]
   state = generation.start(
     target,

@@ -138,7 +138,7 @@ def measure(workspace, rule):
     warp,
     direction(workspace, warp),
     jax.random.key(SEED.value),
-    workspace.controller(target, drafter, batch=PROMPTS * EACH),
+    workspace.controller(DRAFTER.value, target, drafter, batch=PROMPTS * EACH),
   )
   prompts = workspace.prompts('test', PROMPTS, c['prompt_length'])
   # Rows with room for two rounds have pairs of tokens K + 1 apart.

@@ -73,7 +73,7 @@ def measure(workspace: Workspace, draft: str):
   others = sweep.groups(others, largest, wanted)
 
   costs_file = workspace.folder / 'costs.json'
-  pricing.load(costs_file, {})  # a damaged one is refused before the work
+  pricing.check(costs_file)
   start = time.perf_counter()
   races = {
     batch: sweep.Race(
@@ -120,7 +120,12 @@ def measure(workspace: Workspace, draft: str):
       parts = races[row['batch']].parts
       row |= sweep.predict(row, outlook, cost, parts, new)
     elif row['drafter'] in controllers:
-      row |= sweep.model(row, costs[row['batch']][name])
+      # A draft that stops itself has no length that tells what it took.
+      cost = costs[row['batch']][name]
+      known = row['drafter'] != 'confidence'
+      row['modelled_speedup'] = (
+        sweep.modelled_speedup(row, cost) if known else None
+      )
   keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
@@ -240,10 +245,9 @@ def show(report):
       table.add_column(column, justify='right')
     table.add_column('speedup [min–max]', justify='right', no_wrap=True)
     controlled = [row for row in rows if 'modelled_speedup' in row]
-    if controlled:
-      table.add_column('modelled', justify='right')
+    table.add_column('modelled', justify='right')
     for row in rows:
-      rate = row['acceptance_rate']
+      rate, modelled = row['acceptance_rate'], row.get('modelled_speedup')
       best = all(
         report[key] == row[key]
         for key in ('drafter', 'k', 'batch', 'temperature')
@@ -256,7 +260,7 @@ def show(report):
         f'{row["tokens_per_second"]:,.0f}',
         f'{row["speedup"]:.2f}x'
         rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
-        *([f'{row["modelled_speedup"]:.2f}x'] if row in controlled else []),
+        f'{modelled:.2f}x' if modelled else '',
         style='bold' if best else None,
       )
     console.print(table)

@@ -4,6 +4,7 @@ This list is the public interface.
 """
 
 from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
+from specjax.draft_length import FIXED, Adaptive, Confidence, Fallback, ladder
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
@@ -18,10 +19,13 @@ from specjax.types import (
   Block,
   Draft,
   Drafter,
+  DraftLength,
   Keys,
   LanguageModel,
+  Limit,
   Noise,
   Output,
+  Seen,
   Trainable,
   Verdict,
   Verifier,
@@ -81,4 +85,12 @@ __all__ = [
   'sampler_match',
   'step',
   'traversal',
+  'FIXED',
+  'Adaptive',
+  'Confidence',
+  'Fallback',
+  'ladder',
+  'DraftLength',
+  'Limit',
+  'Seen',
 ]

@@ -189,22 +189,27 @@ def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:
   return 1 - np.minimum(np.sqrt(kl / 2), np.sqrt(-np.expm1(-kl)))
 
 
-def modelled(
-  lengths: ArrayLike, cost: Callable[[int], float]
-) -> tuple[float, NDArray[np.int64]]:
-  """What a batch's rounds take by the cost model, in plain rounds.
+def batch_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+  """A batch's rounds by draft length: those of the row that was live longest.
 
   Args:
-    lengths: `[B, K + 1]` rounds of each row by draft length
-      (`decode.Stats.lengths`).
-    cost: of a round of K tokens, K c + v(K).
+    lengths: `[B, K + 1]` of each row (`decode.Stats.lengths`).
 
   Returns:
-    Plain rounds, and the batch's `[K + 1]` rounds by draft length: those of the
-    row that was live longest. What the draft reads after a while of plain
-    rounds is not counted.
+    `[K + 1]`.
   """
   lengths = np.asarray(lengths)
-  rounds = lengths[lengths.sum(-1).argmax()]
-  total = sum(count * cost(k) for k, count in enumerate(rounds) if count)
-  return float(total), rounds
+  return lengths[lengths.sum(-1).argmax()]
+
+
+def modelled(lengths: ArrayLike, cost: Callable[[int], float]) -> float:
+  """What rounds take by the cost model, in plain rounds.
+
+  What a draft reads after a while of plain rounds is not counted.
+
+  Args:
+    lengths: `[K + 1]` rounds by draft length.
+    cost: of a round of K tokens, K c + v(K).
+  """
+  counts = enumerate(np.asarray(lengths).tolist())
+  return float(sum(count * cost(k) for k, count in counts if count))

@@ -167,6 +167,7 @@ def step(
       fit.
   """
   s = state
+  _require_own(controller, s.control)
   fold = jax.vmap(jax.random.fold_in, (0, None))
   round_key = jax.vmap(jax.random.fold_in)(fold(s.row, 1), s.length)
   keys = Keys(draft=fold(round_key, 0), target=fold(s.row, 0))
@@ -362,6 +363,19 @@ def _nodes(target, drafter, batch, size) -> int:
   return jax.eval_shape(propose).tokens.shape[1]
 
 
+def _require_own(controller: DraftLength, control: Any):
+  """Refuses another controller's state, which would mean something else."""
+  own = jax.eval_shape(controller.init)
+  shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(own)]
+  given = [(x.shape, x.dtype) for x in jax.tree.leaves(control)]
+  same = jax.tree.structure(own) == jax.tree.structure(control)
+  if not same or shapes != given:
+    raise ValueError(
+      f'the state is not one of {type(controller).__name__}: prefill with the'
+      ' controller that it is advanced with'
+    )
+
+
 def _of_live_rows(limit: Limit, live: Array) -> Limit:
   """A row that is done does not keep the others drafting."""
   if limit.go_on is None:
@@ -418,21 +432,21 @@ def _score_on_ladder(rungs, score, draft, live) -> tuple[Scored, Array]:
     what = 'a tree' if draft.parents is not None else f'{n} tokens'
     raise ValueError(
       f'the draft lengths {rungs} are for chains of up to {rungs[-1]} tokens,'
-      f' and the drafter proposes {what}'
+      f' and the drafter proposes {what}: use a fixed length'
     )
   whole = jax.eval_shape(score, draft)
 
-  def on(rung):
+  def on(length):
     def padded(x, like):
       more = [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)]
       return jnp.pad(x, more)
 
-    cut = jax.tree.map(lambda x: x[:, :rung], draft)
+    cut = jax.tree.map(lambda x: x[:, :length], draft)
     return jax.tree.map(padded, score(cut), whole)
 
   width = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
   rung = jnp.searchsorted(jnp.asarray(rungs), width)
-  branches = [functools.partial(on, rung) for rung in rungs]
+  branches = [functools.partial(on, length) for length in rungs]
   return jax.lax.switch(rung, branches), jnp.asarray(rungs)[rung]
 
 

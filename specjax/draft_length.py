@@ -24,7 +24,7 @@ from specjax.types import Array, DraftLength, Limit, Seen, pytree
 
 def ladder(k: int) -> tuple[int, ...]:
   """0, 1, 2, 4, ... and k: draft lengths that are worth a compiled pass."""
-  return (*sorted({0, k} | {1 << i for i in range(k.bit_length())} - {0}),)
+  return (*sorted({0, k, *(1 << i for i in range(k.bit_length()))}),)
 
 
 @pytree
@@ -80,14 +80,14 @@ class Fallback:
     rungs: the ladder; its first is 0.
     threshold: on accepted tests / tests.
     memory: weight of a test against the one that follows it.
-    wait: plain rounds before the first probe.
+    first_wait: plain rounds before a probe, until one fails.
     longest_wait: before any.
   """
 
   rungs: tuple[int, ...] = dataclasses.field(metadata={'static': True})
   threshold: float | Array = 0.3
   memory: float | Array = 0.95
-  wait: int | Array = 16
+  first_wait: int | Array = 16
   longest_wait: int | Array = 256
 
   def __post_init__(self):
@@ -114,9 +114,9 @@ class Fallback:
     # Luck long ago is no reason to draft more.
     lately_low = new_passed < self.threshold * new_tested
     step = jnp.where(low, -1, jnp.where(lately_low, 0, 1))
+    step = jnp.where(new_tested > 0, step, 0)  # a lookup that found nothing
     top = len(self.rungs) - 1
     rung = jnp.clip(control.rung + step, 0, top).astype(jnp.int32)
-    # Nothing was learned where nothing was drafted: it waits for its time.
     plain = control.rung == 0
     waited = jnp.where(plain, control.waited + 1, 0)
     probe = plain & (waited >= control.wait)
@@ -137,7 +137,7 @@ class Fallback:
     return self.threshold * one, one
 
   def _least_wait(self) -> Array:
-    return jnp.asarray(self.wait, jnp.int32)
+    return jnp.array(self.first_wait, jnp.int32)
 
 
 class AdaptiveState(NamedTuple):
@@ -198,7 +198,8 @@ class Adaptive:
 
   def init(self) -> AdaptiveState:
     """Nothing seen."""
-    return AdaptiveState(*[jnp.zeros(self.rungs[-1], jnp.float32)] * 4)
+    k = self.rungs[-1]
+    return AdaptiveState(*(jnp.zeros(k, jnp.float32) for _ in range(4)))
 
   def limit(self, control: AdaptiveState) -> Limit:
     """The best rung's length."""
@@ -259,7 +260,7 @@ class Confidence:
     gamma: γ.
     bound: to begin with; may reach 1, where only a sure draft goes on.
     wanted: share of drafted tokens accepted.
-    rate: how fast the bound moves, per round.
+    step: by which the bound moves in a round.
     memory: weight of the running share against a round's.
   """
 
@@ -267,7 +268,7 @@ class Confidence:
   gamma: float | Array = 0.2
   bound: float | Array = 0.3
   wanted: float | Array = 0.7
-  rate: float | Array = 0.02
+  step: float | Array = 0.02
   memory: float | Array = 0.9
 
   def __post_init__(self):
@@ -277,8 +278,8 @@ class Confidence:
   def init(self) -> ConfidenceState:
     """As wanted, so far."""
     return ConfidenceState(
-      jnp.asarray(self.bound, jnp.float32),
-      jnp.asarray(self.wanted, jnp.float32),
+      jnp.array(self.bound, jnp.float32),
+      jnp.array(self.wanted, jnp.float32),
     )
 
   def limit(self, control: ConfidenceState) -> Limit:
@@ -299,8 +300,8 @@ class Confidence:
     share = seen.passed.sum() / jnp.maximum(drafted, 1)
     rate = self.memory * control.rate + (1 - self.memory) * share
     rate = jnp.where(drafted > 0, rate, control.rate)
-    step = self.rate * jnp.sign(self.wanted - rate)
-    return ConfidenceState(jnp.clip(control.bound + step, 0, 1), rate)
+    bound = control.bound + self.step * jnp.sign(self.wanted - rate)
+    return ConfidenceState(jnp.clip(bound, 0, 1), rate)
 
 
 CONTROLLERS = ('fixed', 'fallback', 'adaptive', 'confidence')
@@ -320,7 +321,7 @@ def find(
     The controller.
 
   Raises:
-    ValueError: there is none of that name, or k is 0 and it is not fixed.
+    ValueError: there is none of that name, or it needs more than that.
   """
   if name not in CONTROLLERS:
     raise ValueError(
@@ -328,11 +329,16 @@ def find(
     )
   if name == 'fixed':
     return FIXED
+  if k < 1:
+    raise ValueError(f'{name} needs a longest draft of 1 or more, not {k}')
   if name == 'fallback':
     return Fallback(ladder(k))
   if name == 'confidence':
     return Confidence(ladder(k))
-  return Adaptive(ladder(k), jnp.array([cost(n) for n in ladder(k)]))
+  if cost is None:
+    raise ValueError('adaptive needs to know what rounds cost: give `cost`')
+  costs = [cost(n) for n in ladder(k)]
+  return Adaptive(ladder(k), jnp.array(costs, jnp.float32))
 
 
 def _require_ladder(rungs: tuple[int, ...]):

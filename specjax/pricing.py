@@ -420,6 +420,15 @@ def load(path: str | pathlib.Path, place: Mapping[str, Any]) -> Costs | None:
   return found[-1] if found else None
 
 
+def check(path: str | pathlib.Path) -> None:
+  """Refuses a damaged file, before any work.
+
+  Raises:
+    ValueError: it does not hold costs.
+  """
+  _entries(path)
+
+
 def save(
   path: str | pathlib.Path, place: Mapping[str, Any], costs: Costs
 ) -> None:

@@ -43,7 +43,7 @@ _LEAST = {
 }
 _POSITIVE = 'clip', 'learning_rate'
 _NOT_NEGATIVE = 'temperature', 'temperatures', 'weight_decay'
-_MAY_LACK = ('controllers',)
+_MAY_BE_EMPTY = ('controllers',)
 _WEIGHTS = 'kl_weight', 'kl_weights'  # which may be infinite
 
 
@@ -59,7 +59,11 @@ def check(config: Mapping[str, Any]) -> None:
   values = (runs.leaves(name, section) for name, section in config.items())
   for path, value in itertools.chain.from_iterable(values):
     name = path.rpartition('.')[-1]
-    if isinstance(value, list | tuple) and not value and name not in _MAY_LACK:
+    if (
+      isinstance(value, list | tuple)
+      and not value
+      and name not in _MAY_BE_EMPTY
+    ):
       raise ValueError(f'{path} is empty: give at least one value')
     for one in value if isinstance(value, list | tuple) else [value]:
       wanted = _wanted(name, one)

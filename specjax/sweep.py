@@ -159,7 +159,7 @@ class Race:
       if batch == self.batch
     }
     self._meter.compiled(self._programs)
-    if self._controllers:
+    if any(arm.name == 'adaptive' for arm in self._controllers):
       self._tell_costs()
     for arm in self._controllers:
       jax.block_until_ready(
@@ -297,7 +297,7 @@ class Race:
       'rounds_per_call': rounds / self.parts,
       'plain_rounds': plain,
       'lengths': np.sum(
-        [costs.modelled(r.stats.lengths, float)[1] for r in results], 0
+        [costs.batch_lengths(r.stats.lengths) for r in results], 0
       ).tolist(),
       'repetition': metrics.repetition(new),
       'acceptance_by_depth': summary['acceptance_by_depth'][: arm.k],
@@ -343,7 +343,7 @@ def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:
   return [prompts[i : i + batch] for i in range(0, total, batch)]
 
 
-def model(row: Mapping[str, Any], cost: pricing.Costs) -> dict[str, float]:
+def modelled_speedup(row: Mapping[str, Any], cost: pricing.Costs) -> float:
   """What a row of the table should have gained by the lengths that it had.
 
   Args:
@@ -351,11 +351,9 @@ def model(row: Mapping[str, Any], cost: pricing.Costs) -> dict[str, float]:
     cost: of its drafter at its batch size.
 
   Returns:
-    `modelled_speedup`: the rounds of plain decoding over what its rounds cost.
+    The rounds of plain decoding over what the row's own cost.
   """
-  rounds = [row['lengths']]
-  plain = row['plain_rounds']
-  return {'modelled_speedup': plain / costs.modelled(rounds, cost.round)[0]}
+  return row['plain_rounds'] / costs.modelled(row['lengths'], cost.round)
 
 
 def predict(

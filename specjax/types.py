@@ -172,7 +172,7 @@ class Limit(NamedTuple):
 
   Attributes:
     nodes: scalar int32, at most the drafter's length; 0 asks for no work.
-    go_on: maps a node's number and the law `[B, V]` that it would be drawn from
+    go_on: maps a node's number and the logits `[B, V]` it would be drawn from
       to which rows draw it, `[B]` bool; None: all do. A row that has stopped
       stays so.
   """

@@ -284,21 +284,32 @@ class Workspace:
     )
 
   def controller(
-    self, target: Transformer, drafter: Drafter, batch: int = 1
+    self, kind: str, target: Transformer, drafter: Drafter, batch: int = 1
   ) -> DraftLength:
     """What `config.decode` says of the draft length.
 
     Args:
+      kind: of the drafter, as in `proposer`.
       target: the run's target.
       drafter: what proposes, with the warp that it is decoded with.
       batch: rows. What rounds of so many cost is looked up in the run, or
         measured, where it matters.
+
+    Raises:
+      ValueError: the drafter grows trees, whose length is fixed.
     """
     c = self.config['decode']
-    name = c.get('draft_length', draft_length.CONTROLLERS[0])
-    costs = None
+    name = c.get('draft_length', 'fixed')
+    if name == 'fixed' or kind == 'none':
+      return draft_length.FIXED
+    if kind in ('iid', 'distinct', 'committee'):
+      raise ValueError(
+        f'{kind} drafts trees, whose length is fixed: leave --draft_length, or'
+        ' decode.draft_length, at fixed'
+      )
+    cost = None
     if name == 'adaptive':
-      costs = pricing.load_or_measure(
+      cost = pricing.load_or_measure(
         self.folder / 'costs.json',
         target,
         drafter,
@@ -306,8 +317,8 @@ class Workspace:
         context=c['prompt_length'] + c['max_new_tokens'],
         ks=draft_length.ladder(c['k'])[1:],
         rule=verify.find(c['verify']),
-      )
-    return draft_length.find(name, c['k'], costs and costs.round)
+      ).round
+    return draft_length.find(name, c['k'], cost)
 
   def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
     """Held-out text that the target wrote, kept for the next call.

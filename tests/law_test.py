@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+import toys
 from flax import nnx
 
 from specjax import decode, draft_length, draws, verify, warps
+from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -204,28 +206,14 @@ def test_rejection_has_the_law_of_the_target_behind_any_drafter(drafter):
 # Hasty ones: within a few tokens they go up, down, and back.
 RUNGS = (0, 1, 3)
 CONTROLLERS = {
-  'fallback': draft_length.Fallback(RUNGS, threshold=0.6, memory=0.3, wait=1),
+  'fallback': draft_length.Fallback(
+    RUNGS, threshold=0.6, memory=0.3, first_wait=1
+  ),
   'adaptive': draft_length.Adaptive(
     RUNGS, jnp.array([1.0, 1.4, 2.2]), memory=0.5
   ),
-  'confidence': draft_length.Confidence(RUNGS, bound=0.55, rate=0.1),
+  'confidence': draft_length.Confidence(RUNGS, bound=0.55, step=0.1),
 }
-
-
-@pytree
-class Picky(ModelDrafter):
-  """Drops, if picky, a drawn token that it thought improbable."""
-
-  picky: bool = False
-
-  def propose(self, *args):
-    draft, memory = super().propose(*args)
-    log_q = jax.nn.log_softmax(draft.logits)
-    drawn = jnp.take_along_axis(log_q, draft.tokens[..., None], -1)[..., 0]
-    fine = (drawn > jnp.log(0.2)) | ~jnp.asarray(self.picky)
-    fine = jnp.cumprod(fine, 1).astype(bool)
-    valid = fine if draft.valid is None else draft.valid & fine
-    return dataclasses.replace(draft, valid=valid), memory
 
 
 @pytest.mark.parametrize(
@@ -241,13 +229,41 @@ def test_a_draft_length_leaves_the_law_alone(name, rule):
   def behind(picky):
     return p_value(
       Markov(TARGET),
-      Picky(Markov(DRAFT), 3, picky=picky),
+      toys.Picky(Markov(DRAFT), 3, picky=picky),
       verify.as_pytree(rule),
       controller=CONTROLLERS[name],
     )
 
   assert behind(False) >= 1e-4
   assert behind(True) < 1e-4
+
+
+@pytest.mark.parametrize(
+  ('name', 'drafter', 'rule', 'settings'),
+  [
+    ('fallback', NGram(3), verify.rejection, {}),
+    (
+      'adaptive',
+      CoupledDrafter(Markov(DRAFT), 3),
+      verify.sampler_match,
+      {'warp': narrowed(0.7, 0.8)},
+    ),
+    (
+      'confidence',
+      ModelDrafter(Markov(DRAFT), 3),
+      verify.rejection,
+      {'eos': (1,), 'warp': narrowed(0.7, 1.0)},
+    ),
+  ],
+)
+def test_a_draft_length_leaves_the_law_of_any_drafter_alone(
+  name, drafter, rule, settings
+):
+  rule, controller = verify.as_pytree(rule), CONTROLLERS[name]
+  got = p_value(
+    Markov(TARGET), drafter, rule, controller=controller, **settings
+  )
+  assert got >= 1e-4
 
 
 @pytree

@@ -15,7 +15,7 @@ import toys
 
 from specjax import decode, verify, warps
 from specjax.drafters.model import ModelDrafter
-from specjax.types import Block, Drafter, pytree
+from specjax.types import Block, Drafter, Limit, pytree
 
 V, T, B = 7, 512, 2
 LENGTHS = (0, 1, 2, 4, 8)  # draft lengths
@@ -28,11 +28,14 @@ class Forced:
 
   inner: Drafter
   counts: jax.Array
+  limit: Limit | None = None
 
   def propose(self, *args):
-    draft, memory = self.inner.propose(*args)
+    draft, memory = self.inner.propose(*args, self.limit)
     index = jnp.arange(draft.tokens.shape[1])
     valid = index < self.counts[:, None]
+    if draft.valid is not None:
+      valid &= draft.valid
     return dataclasses.replace(draft, valid=valid), memory
 
   def observe(self, *args):
@@ -84,6 +87,20 @@ def schedule(rng):
   return [rounds[i] for i in rng.permutation(len(rounds))]
 
 
+def require_prefix(m, rows, want):
+  """That rows are right as far as `m` `[B]`."""
+  live = (np.arange(T) < m[:, None])[:, None, :, None]
+  for got, right in zip(
+    jax.tree.leaves(rows), jax.tree.leaves(want), strict=True
+  ):
+    np.testing.assert_allclose(
+      np.where(live, got[:, :, :T], 0),
+      np.where(live, right, 0),
+      rtol=1e-5,
+      atol=1e-5,
+    )
+
+
 models = pytest.mark.parametrize(
   'model',
   [
@@ -130,16 +147,54 @@ def test_memory_describes_a_prefix(model):
   # a cache built from nothing over the final text holds what each should be.
   _, want = model.extend(Block(state.tokens), model.init_cache(B, 1))
   for m, rows in snapshots:
-    live = (np.arange(T) < m[:, None])[:, None, :, None]
-    for got, right in zip(
-      jax.tree.leaves(rows), jax.tree.leaves(want), strict=True
-    ):
-      np.testing.assert_allclose(
-        np.where(live, got[:, :, :T], 0),
-        np.where(live, right, 0),
-        rtol=1e-5,
-        atol=1e-5,
-      )
+    require_prefix(m, rows, want)
+
+
+@pytree
+class GoOn:
+  """Stops the draft of each row at a length of its own."""
+
+  counts: jax.Array
+
+  def __call__(self, i, logits):
+    return i < self.counts
+
+
+@models
+def test_memory_describes_a_prefix_whatever_the_limit(model):
+  """Long plain stretches too, after which the draft has much to read."""
+  drafter, state = start(model, 1.0)
+  rng = np.random.default_rng(5)
+  snapshots, seen = [], set()
+  for turn in range(120):
+    nodes = int(rng.choice(LENGTHS))
+    if turn % 60 < 40:
+      nodes = 0 if turn % 60 > 3 else nodes
+    stops = rng.integers(0, 9, B)
+    resting = rng.random(B) < 0.1
+    state = state._replace(done=jnp.asarray(resting))
+    limit = Limit(jnp.array(nodes), GoOn(jnp.asarray(stops)))
+    state, found = compiled_step(
+      model,
+      Forced(drafter, jnp.full(B, 8, jnp.int32), limit),
+      verify.rejection,
+      drafter.warp,
+      jnp.array([NEVER]),
+      state,
+    )
+    # Both rows draft until all have stopped, and each no further than its own.
+    wanted = np.minimum(nodes, stops)
+    np.testing.assert_array_equal(found.draft.valid.sum(-1), wanted)
+    kept = np.asarray(found.count)
+    np.testing.assert_array_equal(kept, np.where(resting, 0, wanted + 1))
+    seen |= {(nodes, n) for n in wanted}
+    m = np.asarray(state.memory.cache.length)
+    assert (m <= np.asarray(state.length) - 1).all()
+    snapshots.append((m, jax.device_get(state.memory.cache.rows)))
+  assert {(8, 0), (8, 8), (0, 0)} <= seen
+  _, want = model.extend(Block(state.tokens), model.init_cache(B, 1))
+  for m, rows in snapshots:
+    require_prefix(m, rows, want)
 
 
 @models

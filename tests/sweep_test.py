@@ -172,7 +172,7 @@ def test_a_controller_knows_what_rounds_cost_and_is_charged_for_its_own(greedy):
   lengths = np.array(row['lengths'])
   assert set(np.flatnonzero(lengths)) <= {0, 1, 2, 4}
   assert lengths.sum() == row['rounds_per_call'] * race().parts
-  got = sweep.model(row, cost)['modelled_speedup']
+  got = sweep.modelled_speedup(row, cost)
   spent = sum(n * cost.round(k) for k, n in enumerate(lengths) if n)
   np.testing.assert_allclose(got, NEW / spent)
   told = race()._controllers[FREE].cost

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.drafters.model import ModelDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Draft, pytree
@@ -73,3 +74,19 @@ class Scripted:
 
   def observe(self, target, memory, block, kept, output):
     return memory
+
+
+@pytree
+class Picky(ModelDrafter):
+  """Drops, if picky, a drawn token that it thought improbable: a fault."""
+
+  picky: bool = True
+
+  def propose(self, *args):
+    draft, memory = super().propose(*args)
+    log_q = jax.nn.log_softmax(draft.logits)
+    drawn = jnp.take_along_axis(log_q, draft.tokens[..., None], -1)[..., 0]
+    fine = (drawn > jnp.log(0.2)) | ~jnp.asarray(self.picky)
+    fine = jnp.cumprod(fine, 1).astype(bool)
+    valid = fine if draft.valid is None else draft.valid & fine
+    return dataclasses.replace(draft, valid=valid), memory

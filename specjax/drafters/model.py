@@ -64,9 +64,9 @@ class ModelDrafter:
         f'the draft has {self.model.vocab_size} tokens and the target'
         f' {target.vocab_size}: they must share one vocabulary'
       )
-    return ModelMemory(
-      self.model.init_cache(batch, size), jnp.zeros(batch, jnp.int32)
-    )
+    # Behind the last token there is room for all that is read at a time.
+    own = self.model.init_cache(batch, size + _MANY)
+    return ModelMemory(own, jnp.zeros(batch, jnp.int32))
 
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """A sampled chain and the laws it was drawn from."""
