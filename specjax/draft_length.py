@@ -13,6 +13,7 @@ and every draft is scored on the least rung that holds it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -251,7 +252,7 @@ class Confidence:
   """Stops a draft where the draft model is in doubt.
 
   A next token is drafted while 1 - √(γ H) is at least a bound, H the entropy of
-  its law in nats; the first always is. The bound goes up while less than a
+  the draft's law in nats, at temperature 1; the first always is. The bound goes up while less than a
   wanted share of the drafted tokens is accepted, and down else. (After AdaEDL:
   Agrawal et al. 2024, arXiv 2410.18351.)
 
@@ -338,6 +339,8 @@ def find(
   if cost is None:
     raise ValueError('adaptive needs to know what rounds cost: give `cost`')
   costs = [cost(n) for n in ladder(k)]
+  if not all(0 < value < math.inf for value in costs):
+    raise ValueError(f'rounds cost {costs}: all must be positive')
   return Adaptive(ladder(k), jnp.array(costs, jnp.float32))
 
 

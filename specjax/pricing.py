@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import pathlib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -512,4 +513,10 @@ def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Costs]:
     for name in ('c', 'v', 'passes')
   }
   alone = {name: float(kept[name]) for name in ('seconds', 'call', 'start')}
-  return entry, Costs(**alone, **by_k)
+  found = Costs(**alone, **by_k)
+  rounds = [found.round(k) for k in found.v]
+  if found.c.keys() != found.v.keys() - {0}:
+    raise ValueError('c and v of different draft lengths')
+  if not all(0 < cost < math.inf for cost in (found.seconds, *rounds)):
+    raise ValueError('a round that costs nothing, or no number')
+  return entry, found

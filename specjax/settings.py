@@ -81,7 +81,7 @@ def check(config: Mapping[str, Any]) -> None:
   if 'draft' in config:
     drafters.find(config['draft']['drafter'])
   if 'draft_sizes' in config:
-    _check_sizes(config['draft_sizes'])
+    _check_sizes(config['draft_sizes'], config['draft']['model'])
   _check_draft_lengths(config)
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
@@ -104,7 +104,7 @@ def _check_draft_lengths(config: Mapping[str, Any]) -> None:
     )
 
 
-def _check_sizes(columns: Mapping[str, Any]) -> None:
+def _check_sizes(columns: Mapping[str, Any], base: Mapping[str, Any]) -> None:
   """Refuses sizes of drafts that are no models, or share a folder."""
   lengths = {name: len(column) for name, column in columns.items()}
   if len(set(lengths.values())) > 1:
@@ -114,8 +114,8 @@ def _check_sizes(columns: Mapping[str, Any]) -> None:
       ' needs a value in each'
     )
   for row in zip(*columns.values(), strict=True):
-    sizes = dict(zip(columns, row, strict=True))
-    del sizes['learning_rate']  # which is no size
+    sizes = {**base, **dict(zip(columns, row, strict=True))}
+    sizes.pop('learning_rate', None)  # which is no size
     try:
       TransformerConfig(vocab_size=2, **sizes)
     except ValueError as error:

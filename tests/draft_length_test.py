@@ -258,7 +258,7 @@ def test_adaptive_forgets_what_would_be_a_surprise():
 
 
 def test_numbers_of_a_controller_are_leaves():
-  programs = generation.advance, generation._prefill
+  programs, before = (generation.advance, generation._prefill), None
   for value in (0.25, 0.5):
     for name, change in (
       ('fallback', {'threshold': value}),
@@ -281,6 +281,14 @@ def test_confidence_goes_by_the_entropy_of_the_draft():
     assert bool(limit.go_on(1, logits)[0]) is sure
     assert bool(limit.go_on(0, logits)[0])  # the first always
   assert not np.isnan(limit.go_on(1, logits)).any()
+
+
+def test_a_greedy_draft_may_be_in_doubt_too():
+  """It goes by the draft's law and not by the one-hot that a warp makes of it."""
+  drafter = ModelDrafter(NEAR, K, Greedy())
+  controller = CONTROLLERS['confidence']
+  result = generate(drafter, controller, PROMPTS, 40, warp=Greedy())
+  assert len(np.flatnonzero(result.stats.lengths.sum(0))) > 1
 
 
 def test_the_bound_of_confidence_follows_what_is_accepted():
@@ -442,6 +450,8 @@ def test_what_does_not_fit_is_refused():
     (('longest', K), "no draft length 'longest'"),
     (('fallback', 0), 'fallback needs a longest draft of 1 or more, not 0'),
     (('adaptive', K), 'what rounds cost'),
+    (('adaptive', K, lambda k: 1 - k), 'all must be positive'),
+    (('adaptive', K, lambda k: np.nan), 'all must be positive'),
   ):
     with pytest.raises(ValueError, match=said):
       draft_length.find(*arguments)

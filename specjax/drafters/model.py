@@ -80,9 +80,10 @@ class ModelDrafter:
     own, features = self.catch_up(memory.cache, tokens, length, most > 0)
 
     def draw(i, features, active):
-      logits = self.warp(self.model.unembed(features[:, 0]))
+      logits = self.model.unembed(features[:, 0])
       if limit is not None and limit.go_on is not None:
         active &= limit.go_on(i, logits)
+      logits = self.warp(logits)
       return self._draw(keys, length + i, i, logits), logits, active
 
     def nothing(i, features, active):
