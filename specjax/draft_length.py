@@ -5,7 +5,8 @@ the draft early. It may look at all earlier rounds, at the draft's laws and at
 tokens that the draft keeps, never at the token whose drafting it decides on:
 dropping a token for its own value would bend the output law.
 
-The whole batch has one length per round. Drafting takes as many steps as it
+The whole batch has one length per round, so a row's tokens depend on the rows
+beside it; its law does not. Drafting takes as many steps as it
 takes; the target's pass is compiled once per rung of a short ladder of lengths,
 and every draft is scored on the least rung that holds it.
 """
@@ -252,9 +253,9 @@ class Confidence:
   """Stops a draft where the draft model is in doubt.
 
   A next token is drafted while 1 - √(γ H) is at least a bound, H the entropy of
-  the draft's law in nats, at temperature 1; the first always is. The bound goes up while less than a
-  wanted share of the drafted tokens is accepted, and down else. (After AdaEDL:
-  Agrawal et al. 2024, arXiv 2410.18351.)
+  the draft's law in nats, at temperature 1; the first always is. The bound goes
+  up while less than a wanted share of the drafted tokens is accepted, and down
+  else. (After AdaEDL: Agrawal et al. 2024, arXiv 2410.18351.)
 
   Attributes:
     rungs: the ladder.

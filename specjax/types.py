@@ -173,8 +173,8 @@ class Limit(NamedTuple):
   Attributes:
     nodes: scalar int32, at most the drafter's length; 0 asks for no work.
     go_on: maps a node's number and the draft's logits `[B, V]` there, before
-      any warp, to which rows draw it, `[B]` bool; None: all do. A row that has stopped
-      stays so.
+      any warp, to which rows draw it, `[B]` bool; None: all do. A row that has
+      stopped stays so.
   """
 
   nodes: Array

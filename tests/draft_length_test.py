@@ -284,7 +284,7 @@ def test_confidence_goes_by_the_entropy_of_the_draft():
 
 
 def test_a_greedy_draft_may_be_in_doubt_too():
-  """It goes by the draft's law and not by the one-hot that a warp makes of it."""
+  """It goes by the draft's law and not by the one-hot that its warp makes."""
   drafter = ModelDrafter(NEAR, K, Greedy())
   controller = CONTROLLERS['confidence']
   result = generate(drafter, controller, PROMPTS, 40, warp=Greedy())
