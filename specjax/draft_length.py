@@ -55,15 +55,15 @@ class FallbackState(NamedTuple):
   """Scalars.
 
   Attributes:
-    passed: accept tests that passed, older ones counting less.
-    tested: all tests, likewise.
+    passed: drafted tokens that were accepted, older ones counting less.
+    drafted: all of them, likewise.
     rung: of the next round.
     waited: plain rounds since the last probe.
     wait: how many there are to be before the next.
   """
 
   passed: Array
-  tested: Array
+  drafted: Array
   rung: Array
   waited: Array
   wait: Array
@@ -73,22 +73,24 @@ class FallbackState(NamedTuple):
 class Fallback:
   """Drafts less while too little is accepted, and at last plainly decodes.
 
-  After every round the length moves one rung: down where the running acceptance
-  rate is under the threshold, up where neither that nor the round's own is. At
+  After every round the length moves one rung: down where the running share of
+  drafted tokens that are accepted is under the threshold, up where neither that
+  nor the round's own is. (By the share of tests that pass, which does not fall
+  with K, a draft could stay long that is right one time in three.) At
   0 it waits, then drafts one token: it goes on from there if that passes, and
   else waits twice as long.
 
   Attributes:
     rungs: the ladder; its first is 0.
-    threshold: on accepted tests / tests.
-    memory: weight of a test against the one that follows it.
+    threshold: on accepted / drafted tokens.
+    memory: weight of a round against the one that follows it.
     first_wait: plain rounds before a probe, until one fails.
     longest_wait: before any.
   """
 
   rungs: tuple[int, ...] = dataclasses.field(metadata={'static': True})
   threshold: float | Array = 0.3
-  memory: float | Array = 0.95
+  memory: float | Array = 0.9
   first_wait: int | Array = 16
   longest_wait: int | Array = 256
 
@@ -97,7 +99,7 @@ class Fallback:
     _require_ladder(self.rungs)
 
   def init(self) -> FallbackState:
-    """At the top, and in doubt: the first test decides."""
+    """At the top, and in doubt: the first draft decides."""
     top = jnp.array(len(self.rungs) - 1, jnp.int32)
     zero = jnp.zeros((), jnp.int32)
     return FallbackState(*self._doubt(), top, zero, self._least_wait())
@@ -108,15 +110,17 @@ class Fallback:
 
   def update(self, control: FallbackState, seen: Seen) -> FallbackState:
     """Moves a rung."""
-    new_passed, new_tested = seen.passed.sum(), seen.tested.sum()
-    fade = self.memory ** new_tested.astype(jnp.float32)
+    new_passed, new_drafted = seen.passed.sum(), seen.drafted.sum()
+    # A lookup may find nothing to draft, of which there is nothing to learn.
+    any_new = new_drafted > 0
+    fade = jnp.where(any_new, self.memory, 1.0)
     passed = control.passed * fade + new_passed
-    tested = control.tested * fade + new_tested
-    low = passed < self.threshold * tested
+    drafted = control.drafted * fade + new_drafted
+    low = passed < self.threshold * drafted
     # Luck long ago is no reason to draft more.
-    lately_low = new_passed < self.threshold * new_tested
+    lately_low = new_passed < self.threshold * new_drafted
     step = jnp.where(low, -1, jnp.where(lately_low, 0, 1))
-    step = jnp.where(new_tested > 0, step, 0)  # a lookup that found nothing
+    step = jnp.where(any_new, step, 0)
     top = len(self.rungs) - 1
     rung = jnp.clip(control.rung + step, 0, top).astype(jnp.int32)
     plain = control.rung == 0
@@ -124,17 +128,17 @@ class Fallback:
     probe = plain & (waited >= control.wait)
     rung = jnp.where(plain, probe.astype(jnp.int32), rung)
     # A probe begins in doubt again, or what was long ago would outweigh it.
-    passed, tested = (
+    passed, drafted = (
       jnp.where(probe, fresh, old)
-      for fresh, old in zip(self._doubt(), (passed, tested), strict=True)
+      for fresh, old in zip(self._doubt(), (passed, drafted), strict=True)
     )
     longer = jnp.minimum(2 * control.wait, self.longest_wait)
     wait = jnp.where(probe, longer, control.wait)
     wait = jnp.where(rung > 1, self._least_wait(), wait).astype(jnp.int32)
-    return FallbackState(passed, tested, rung, waited, wait)
+    return FallbackState(passed, drafted, rung, waited, wait)
 
   def _doubt(self) -> tuple[Array, Array]:
-    """One test, the rate at its threshold."""
+    """One token, the share at its threshold."""
     one = jnp.ones((), jnp.float32)
     return self.threshold * one, one
 

@@ -196,6 +196,20 @@ def test_fallback_by_hand():
   assert lengths(controller, rounds)[6:] == [1, 2, 4, 8, 8]
 
 
+def test_fallback_shortens_a_draft_that_is_right_one_time_in_three():
+  """Two in three of its first tokens fail; none of the others is reached."""
+  k = K
+  controller = draft_length.Fallback(RUNGS)
+  control, found = controller.init(), []
+  for turn in range(60):
+    found.append(int(controller.limit(control).nodes))
+    passed = min(found[-1], int(turn % 3 == 0))
+    tested = min(found[-1], passed + 1)
+    there = seen(passed, tested)._replace(drafted=jnp.array([found[-1]]))
+    control = controller.update(control, there)
+  assert found[0] == k and np.mean(found[10:]) < 2 and max(found[10:]) <= 2
+
+
 def test_fallback_learns_nothing_from_a_draft_that_is_not_there():
   """As of a lookup that finds nothing."""
   controller = draft_length.Fallback(RUNGS, first_wait=2)
