@@ -40,7 +40,6 @@ KS = flags.DEFINE_list('ks', ['4', '8'], 'draft lengths')
 VOCAB = flags.DEFINE_integer('vocab', 32000, 'of the timed rules')
 PROMPTS = flags.DEFINE_integer('prompts', 16, 'decoded together')
 NEVER = jnp.zeros(0, jnp.int32)
-FOREVER = jnp.iinfo(jnp.int32).max
 
 
 def main(config, folder):
@@ -158,7 +157,7 @@ def in_turns(target, drafter, warp, states, repeats, done):
   def call(own, rule, state):
     rule = verify.as_pytree(rule)
     return functools.partial(
-      advance, target, own, rule, warp, NEVER, state, FOREVER
+      advance, target, own, rule, warp, NEVER, state, decode.FOREVER
     )
 
   calls = {

@@ -42,6 +42,7 @@ from specjax.types import (
 from specjax.verify import EMPTY_RESIDUAL, NAN
 
 CHUNK = 64  # prompt tokens fed at a time
+FOREVER = jnp.iinfo(jnp.int32).max  # rounds, until every row is done
 
 # Values of `Stats.origin`.
 PROMPT, ACCEPTED, CORRECTED, BONUS = range(4)

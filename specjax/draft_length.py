@@ -6,9 +6,9 @@ tokens that the draft keeps, never at the token whose drafting it decides on:
 dropping a token for its own value would bend the output law.
 
 The whole batch has one length per round, so a row's tokens depend on the rows
-beside it; its law does not. Drafting takes as many steps as it
-takes; the target's pass is compiled once per rung of a short ladder of lengths,
-and every draft is scored on the least rung that holds it.
+beside it; its law does not. Drafting takes as many steps as it takes; the
+target's pass is compiled once per rung of a short ladder of lengths, and every
+draft is scored on the least rung that holds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specjax.types import Array, DraftLength, Limit, Seen, pytree
 
 def ladder(k: int) -> tuple[int, ...]:
   """0, 1, 2, 4, ... and k: draft lengths that are worth a compiled pass."""
-  return (*sorted({0, k, *(1 << i for i in range(k.bit_length()))}),)
+  return tuple(sorted({0, k, *(1 << i for i in range(k.bit_length()))}))
 
 
 @pytree
@@ -76,9 +76,9 @@ class Fallback:
   After every round the length moves one rung: down where the running share of
   drafted tokens that are accepted is under the threshold, up where neither that
   nor the round's own is. (By the share of tests that pass, which does not fall
-  with K, a draft could stay long that is right one time in three.) At
-  0 it waits, then drafts one token: it goes on from there if that passes, and
-  else waits twice as long.
+  with K, a draft could stay long that is right one time in three.) At 0 it
+  waits, then drafts one token: it goes on from there if that passes, and else
+  waits twice as long.
 
   Attributes:
     rungs: the ladder; its first is 0.

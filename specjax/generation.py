@@ -94,9 +94,10 @@ def generate(
     controller=controller,
   )
   eos = end_ids(target, eos)
-  limit = jnp.iinfo(jnp.int32).max
   rule = verify.as_pytree(verifier)
-  state = advance(target, drafter, rule, warp, eos, state, limit, controller)
+  state = advance(
+    target, drafter, rule, warp, eos, state, decode.FOREVER, controller
+  )
   return finish(state, [len(p) for p in prompts])
 
 

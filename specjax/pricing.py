@@ -49,8 +49,6 @@ from specjax.types import (
 # by them.
 TURNS = {'plain': 16, 'round': 8, 'pass': 8, 'draft': 24}
 
-FOREVER = jnp.iinfo(jnp.int32).max
-
 
 class Arm(NamedTuple):
   """One way to decode: a drafter by name, and its longest draft."""
@@ -180,8 +178,8 @@ class Meter:
     self._programs = dict(programs)
     first = self._first
     half = first.length + (first.stop - first.length) // 2
-    end = self.program(self._longest)(
-      *self._loop(self._longest, first._replace(stop=half), FOREVER)
+    end = self._programs['round', self._longest](
+      *self._loop(self._longest, first._replace(stop=half), decode.FOREVER)
     )
     # From here on a draft has no prompt to read: that is timed as a start.
     self._middle = end._replace(
@@ -189,10 +187,6 @@ class Meter:
     )
     for call in self.calls(warps.UNCHANGED).values():
       jax.block_until_ready(call())
-
-  def program(self, arm: Arm) -> Any:
-    """The compiled `decode.advance` of an arm."""
-    return self._programs['round', arm]
 
   def calls(self, warp: Warp) -> dict[Hashable, Callable[[], Any]]:
     """What to time, by name."""
@@ -202,6 +196,16 @@ class Meter:
       program = ('round', arm) if kind in ('call', 'start') else name
       found[name] = functools.partial(self._programs[program], *arguments)
     return found
+
+  def run(
+    self,
+    warp: Warp,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+  ) -> None:
+    """Runs its calls in turns with nothing else, and takes the timings."""
+    calls = {name: [call] for name, call in self.calls(warp).items()}
+    self.add(*timing.alternate(calls, repeats, clock=clock))
 
   def add(
     self,
@@ -331,9 +335,7 @@ def measure(
     context=context,
   )
   meter.compiled(timing.compile_all(meter.lowered()))
-  calls = {name: [call] for name, call in meter.calls(warp).items()}
-  seconds, results = timing.alternate(calls, repeats, clock=clock)
-  meter.add(seconds, results)
+  meter.run(warp, repeats, clock)
   return meter.costs('draft')
 
 

@@ -115,6 +115,7 @@ class Race:
     }
     controlled = drafter.at(controlled_k)
     self._arms = fixed | dict.fromkeys(self._controllers, controlled)
+    self._drafting = [arm for arm in self._arms if arm != PLAIN]
     most = max(arm.k for arm in self._arms)
     self._prompt_length = [len(prompt) for prompt in groups[0]]
     self._states, self._other_states = (
@@ -170,9 +171,7 @@ class Race:
 
   def _tell_costs(self):
     """Times rounds once more, for controllers that go by what they cost."""
-    calls = self._meter.calls(warps.UNCHANGED)
-    calls = {name: [call] for name, call in calls.items()}
-    self._meter.add(*timing.alternate(calls, FIRST_LOOKS))
+    self._meter.run(warps.UNCHANGED, FIRST_LOOKS)
     cost = self._meter.costs(self._longest.name).round
     self._controllers = {
       arm: draft_length.find(arm.name, arm.k, cost) for arm in self._controllers
@@ -240,8 +239,7 @@ class Race:
     self.results[temperature] = results
     return [
       self._row(arm, temperature, seconds, results[arm])
-      for arm in self._arms
-      if arm != PLAIN
+      for arm in self._drafting
     ]
 
   @property
@@ -261,7 +259,7 @@ class Race:
       step's add in another order, so a gap of some 1e-5 may go either way.
     """
     found = []
-    for arm in list(self._arms)[1:]:
+    for arm in self._drafting:
       for part, (plain, other) in enumerate(
         zip(results[PLAIN], results[arm], strict=True)
       ):
@@ -316,7 +314,7 @@ class Race:
     arguments = self._arguments(arm, temperature, state)
     return functools.partial(self._programs['round', arm], *arguments)
 
-  def _arguments(self, arm, temperature, state, rounds=pricing.FOREVER):
+  def _arguments(self, arm, temperature, state, rounds=decode.FOREVER):
     return pricing.arguments(
       self._target,
       self._arms[arm],

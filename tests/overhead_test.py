@@ -211,13 +211,21 @@ def test_fallback_behind_a_bad_draft_costs_little_more_than_plain(
   sharp = warps.Temperature(0.05)  # what a flat draft seldom guesses
   rule = verify.as_pytree(verify.rejection)
   advance = jax.jit(decode.advance)
-  forever = jnp.iinfo(jnp.int32).max
 
   def decoding(drafter, controller=draft_length.FIXED):
     state = ready(target, drafter, PROMPT + new, controller)
 
     def run():
-      args = target, drafter, rule, sharp, NO_END, state, forever, controller
+      args = (
+        target,
+        drafter,
+        rule,
+        sharp,
+        NO_END,
+        state,
+        decode.FOREVER,
+        controller,
+      )
       return advance(*args).stats
 
     return run

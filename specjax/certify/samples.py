@@ -229,11 +229,10 @@ def observe(
 
 @jax.jit
 def _decode(target, drafter, verifier, warp, controller, state, keys):
-  forever = jnp.iinfo(jnp.int32).max
   state = state._replace(row=keys)
   eos = jnp.zeros(0, jnp.int32)
   return decode.advance(
-    target, drafter, verifier, warp, eos, state, forever, controller
+    target, drafter, verifier, warp, eos, state, decode.FOREVER, controller
   )
 
 
