@@ -83,7 +83,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   decode.prompt_length = 32
 
   config.speedup = speedup = config_dict.ConfigDict()
-  speedup.batches = (1, 8)  # one reader, and where a pass is no longer free
+  speedup.batches = (1, 4, 16)  # one reader, and where a pass is not free
   speedup.temperatures = (0.0, 1.0)  # share their programs
   speedup.ks = (1, 2, 3, 4, 6, 8, 12, 16)  # denser where the best one lies
   speedup.controllers = ('fallback', 'adaptive', 'confidence')

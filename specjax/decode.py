@@ -110,14 +110,14 @@ class Scored(NamedTuple):
     output: of the block, `[B, N + 1, ...]`.
     rows: likewise, for the cache.
     accepted: `[B, N]` nodes that the rule accepted.
-    last: `[B]` the token that follows them.
+    law: `[B, V]` of the token that follows them.
     fault: `[B]`.
   """
 
   output: Output
   rows: Any
   accepted: Array
-  last: Array
+  law: Array
   fault: Array
 
 
@@ -175,21 +175,19 @@ def step(
   propose = functools.partial(
     drafter.propose, target, s.cache, s.memory, keys, s.tokens, s.length
   )
-  score = functools.partial(
-    _score, target, verify, warp, eos, s, fold(round_key, 1), keys.target
-  )
+  score = functools.partial(_score, target, verify, warp, eos, s)
   limit = controller.limit(s.control)
+  limits = () if limit is None else (_of_live_rows(limit, ~s.done),)
+  draft, memory = propose(*limits)
+  n, tree = draft.tokens.shape[1], draft.parents is not None
+  noise = _noise(fold(round_key, 1), keys.target, s.length, n)
   if limit is None:
-    draft, memory = propose()
-    scored = score(draft)
-    scored_length = draft.tokens.shape[1]
+    scored, scored_length = score(draft, noise), n
   else:
-    draft, memory = propose(_of_live_rows(limit, ~s.done))
     scored, scored_length = _score_on_ladder(
-      controller.rungs, score, draft, ~s.done
+      controller.rungs, score, draft, noise, ~s.done
     )
 
-  n, tree = draft.tokens.shape[1], draft.parents is not None
   index = jnp.arange(n + 1)
   position = s.length[:, None] + index
   accepted = scored.accepted.sum(-1, dtype=jnp.int32)
@@ -198,7 +196,10 @@ def step(
     order = trees.pack(scored.accepted)
     drafted = jnp.take_along_axis(drafted, order, 1)
   drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
-  tokens = jnp.where(index < accepted[:, None], drafted, scored.last[:, None])
+  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
+    noise.draws, accepted, scored.law
+  )
+  tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
   ends = jnp.isin(tokens, eos)
   inside = ends & (index < accepted[:, None])
   ended = jnp.cumsum(inside, -1) - inside > 0  # behind an accepted end token
@@ -398,31 +399,29 @@ def _depths(block: Block) -> Array:
   return trees.depths(trees.ancestors(block.parents, block.tokens.shape[1]))
 
 
-def _score(
-  target, verify, warp, eos, state, accept_keys, target_keys, draft
-) -> Scored:
-  """The target's pass over a draft, the rule, and the token that follows."""
-  block, length = _block(state, draft), state.length[:, None]
-  n = draft.tokens.shape[1]
-  output, rows = target.extend(block, state.cache)
-
-  early = length + _depths(block) < state.earliest[:, None]
-  log_p = _law(target, warp, eos, output.features, early)
+def _noise(accept_keys, target_keys, length, n) -> Noise:
+  """What rules may use of a draft of `n` nodes, `[B, ...]`."""
   draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
-    target_keys, length + jnp.arange(n + 1)
+    target_keys, length[:, None] + jnp.arange(n + 1)
   )
   log_u = jax.vmap(lambda key: jnp.log1p(-jax.random.uniform(key, (n,))))(
     accept_keys
   )
-  verdict = jax.vmap(verify)(Noise(log_u, draw_keys), draft, log_p)
-  count = verdict.accepted.sum(-1, dtype=jnp.int32)
-  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
-    draw_keys, count, verdict.law
-  )
-  return Scored(output, rows, verdict.accepted, last, verdict.fault)
+  return Noise(log_u, draw_keys)
 
 
-def _score_on_ladder(rungs, score, draft, live) -> tuple[Scored, Array]:
+def _score(target, verify, warp, eos, state, draft, noise) -> Scored:
+  """The target's pass over a draft, and the rule."""
+  block = _block(state, draft)
+  output, rows = target.extend(block, state.cache)
+  position = state.length[:, None] + _depths(block)
+  early = position < state.earliest[:, None]
+  log_p = _law(target, warp, eos, output.features, early)
+  verdict = jax.vmap(verify)(noise, draft, log_p)
+  return Scored(output, rows, verdict.accepted, verdict.law, verdict.fault)
+
+
+def _score_on_ladder(rungs, score, draft, noise, live) -> tuple[Scored, Array]:
   """`score` on the least rung that holds the draft, and that rung's length.
 
   The branches only read the cache, and return rows for one write behind them:
@@ -435,7 +434,7 @@ def _score_on_ladder(rungs, score, draft, live) -> tuple[Scored, Array]:
       f'the draft lengths {rungs} are for chains of up to {rungs[-1]} tokens,'
       f' and the drafter proposes {what}: use a fixed length'
     )
-  whole = jax.eval_shape(score, draft)
+  whole = jax.eval_shape(score, draft, noise)
 
   def on(length):
     def padded(x, like):
@@ -443,7 +442,8 @@ def _score_on_ladder(rungs, score, draft, live) -> tuple[Scored, Array]:
       return jnp.pad(x, more)
 
     cut = jax.tree.map(lambda x: x[:, :length], draft)
-    return jax.tree.map(padded, score(cut), whole)
+    noise_cut = Noise(noise.log_u[:, :length], noise.draws[:, : length + 1])
+    return jax.tree.map(padded, score(cut, noise_cut), whole)
 
   width = jnp.max(jnp.where(live, draft.valid.sum(-1), 0))
   rung = jnp.searchsorted(jnp.asarray(rungs), width)

@@ -108,6 +108,21 @@ def test_costs_are_what_the_clock_says(monkeypatch, parts):
     assert got.round(k) == pytest.approx(round_of(k) / PLAIN_ROUND)
 
 
+def test_a_pause_of_the_machine_makes_no_round_free(monkeypatch):
+  found, clock = meter(monkeypatch)
+  seconds, results = pricing.timing.alternate(
+    {name: [call] for name, call in found.calls(warps.UNCHANGED).items()},
+    3,
+    clock=lambda: clock.now,
+  )
+  seconds['call', PLAIN] = [1e3] * 3
+  found.add(seconds, results)
+  got = found.costs('model')
+  assert got.seconds > 0
+  assert min(got.c.values()) > 0 and min(got.passes.values()) > 0
+  assert all(got.round(k) > 0 for k in got.v)
+
+
 COSTS = pricing.Costs(
   seconds=0.01,
   c={2: 0.1, 4: 0.05},
