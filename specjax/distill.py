@@ -298,13 +298,12 @@ def means(
   total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
   by_entropy, survival = total.pop('by_entropy'), total.pop('survival')
   mean = {name: _ratio(*pair) for name, pair in total.items()}
-  survival = _ratio(*survival)
   return {
     **mean,
-    'block_efficiency': 1 + survival.sum(-1),
+    'block_efficiency': 1 + _ratio(*survival).sum(-1),
     'perplexity': jnp.exp(mean['nats']),
     'target_perplexity': jnp.exp(mean['target_nats']),
-    **metrics.by_depth(survival),
+    **metrics.by_depth(*survival),
     **metrics.by_entropy(*by_entropy),
   }
 

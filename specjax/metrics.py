@@ -157,21 +157,20 @@ def by_entropy(total: Array, weight: Array) -> dict[str, Array]:
   return values
 
 
-def by_depth(survival: Array) -> dict[str, Array]:
+def by_depth(total: Array, weight: Array) -> dict[str, Array]:
   """Acceptance at each depth, given that the draft got there.
 
   Args:
-    survival: `[..., K]` how probably it survives to each depth.
+    total: `[..., K]` weighted sums of `survival`.
+    weight: `[..., K]` what they weigh.
 
   Returns:
     `[...]` by name, without the depths that no draft reaches.
   """
-  reached = jnp.concatenate(
-    [jnp.ones_like(survival[..., :1]), survival[..., :-1]], -1
-  )
+  reached = jnp.concatenate([weight[..., :1], total[..., :-1]], -1)
   return {
-    f'acceptance/depth_{i + 1}': survival[..., i] / reached[..., i]
-    for i in range(survival.shape[-1])
+    f'acceptance/depth_{i + 1}': total[..., i] / reached[..., i]
+    for i in range(total.shape[-1])
     if (np.asarray(reached[..., i]) > 0).all()
   }
 

@@ -224,12 +224,13 @@ def test_bins_and_depths_that_hold_nothing_are_left_out():
     'acceptance/entropy_4-inf': 0.5,
     'tokens/entropy_4-inf': 2,
   }
-  got = metrics.by_depth(jnp.asarray([0.5, 0.25, 0, 0]))
+  got = metrics.by_depth(jnp.asarray([2.0, 1, 0, 0]), jnp.full(4, 4.0))
   assert list(got.items()) == [
     ('acceptance/depth_1', 0.5),
     ('acceptance/depth_2', 0.5),
     ('acceptance/depth_3', 0),
   ]
+  assert metrics.by_depth(jnp.zeros(2), jnp.zeros(2)) == {}
 
 
 def test_perplexity_and_bits_are_of_sums():

@@ -2,10 +2,12 @@
 
 import copy
 
+import jax.numpy as jnp
 import pytest
 import scripts
 
 from specjax import experiment, files, recipes, settings
+from specjax.checkpoint import Checkpoints
 from specjax.drafters.committee import Committee
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
@@ -95,6 +97,24 @@ def test_a_run_from_before_a_key_of_the_loss_goes_on_as_it_was():
   settings.check(old)
   new, before = recipes.loss(PAGE), recipes.loss(old)
   assert (new.func, new.keywords) == (before.func, before.keywords)
+
+
+def test_a_draft_from_before_a_key_of_the_loss_is_not_refused(tmp_path):
+  config = {key: PAGE[key] for key in recipes.DRAFT_SECTIONS}
+  drafts = Checkpoints(tmp_path)
+  meta = {
+    'config': {**config, 'loss': {'kl_weight': PAGE['loss']['kl_weight']}}
+  }
+  drafts.save(1, {'model': jnp.zeros(1)}, meta, score=0.0)
+  recipes.refuse_other_draft(tmp_path, PAGE)
+  recipes.refuse_other_draft(tmp_path, changed('decode.temperature', 0.5))
+  with pytest.raises(ValueError, match='loss.divergence: forward_kl -> jsd'):
+    recipes.refuse_other_draft(tmp_path, changed('loss.divergence', 'jsd'))
+  # Warped, the temperature is part of the loss.
+  warped = changed('loss.at_decode_warp', True)
+  warped['decode']['temperature'] = 0.5
+  with pytest.raises(ValueError, match='loss.temperature: 1.0 -> 0.5'):
+    recipes.refuse_other_draft(tmp_path, warped)
 
 
 def test_a_refused_command_leaves_the_configuration_of_a_run(tmp_path):
