@@ -192,9 +192,9 @@ def distill_loss(
       the divergence, so that it may be that of the laws which are decoded.
       Cross entropy is taken of the draft's own law.
     horizon_decay: horizon h, the token `1 + h` ahead, weighs decay^h.
-    lookahead: K from 1 takes the divergence as a text's: minus the
-      `losses.expected_length` of a draft of K tokens at each start. That is
-      what its name says where the divergence is `neg_log_acceptance`.
+    lookahead: K, or 0 for a loss position by position. From 1 on the divergence
+      of a start is the `losses.expected_length` of K tokens, whose surprise
+      is `divergence`: take `neg_log_acceptance`.
 
   Raises:
     ValueError: if a lookahead is asked of a drafter of several horizons.
