@@ -63,7 +63,13 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   distill.seed = 1
 
   config.loss = loss = config_dict.ConfigDict()
-  loss.kl_weight = 3.0  # KL to the target per unit of cross entropy; inf is all
+  loss.kl_weight = 3.0  # of the divergence per unit of CE; inf is all of it
+  loss.divergence = 'forward_kl'  # of specjax/losses.py, or module:function
+  loss.at_decode_warp = (
+    False  # of the laws at decode.temperature, or as they are
+  )
+  loss.horizon_decay = 0.8  # per token further ahead, of drafters with heads
+  loss.lookahead = 0  # K: neg_log_acceptance becomes the expected length at K
 
   config.ablation = ablation = config_dict.ConfigDict()
   ablation.kl_weights = (0.0, 0.1, 0.3, 1.0, 3.0, float('inf'))

@@ -1,10 +1,11 @@
 """Training: what is minimised, and one pure step of it.
 
-The draft is trained to minimise `CE(labels) + λ KL(p || q)`, its weights scaled
-to sum to one, so that the KL weight λ is their ratio, a sweep over λ compares
-losses of one size, and λ = ∞ is distillation alone. They are leaves: one
-compiled step serves every λ, and a `vmap` over states and weights trains many
-students behind one shared pass of the target.
+The draft is trained to minimise `CE(labels) + λ D(p, q)`, D a divergence of
+`losses`, KL(p || q) by default. The weights are scaled to sum to one, so that
+the KL weight λ is their ratio, a sweep over λ compares losses of one size, and
+λ = ∞ is distillation alone. They are leaves: one compiled step serves every λ,
+and a `vmap` over states and weights trains many students behind one shared pass
+of the target.
 """
 
 from __future__ import annotations
@@ -28,25 +29,27 @@ class Objective(NamedTuple):
 
   Attributes:
     ce: of cross entropy with the text.
-    kl: of KL(p || q) from the target.
+    divergence: of the divergence from the target.
   """
 
   ce: float | Array
-  kl: float | Array
+  divergence: float | Array
 
 
 def objective(kl_weight: float) -> Objective:
-  """The objective in which KL weighs `kl_weight` times as much as CE.
+  """The objective whose divergence weighs `kl_weight` times as much as CE.
 
   Args:
-    kl_weight: λ, from 0 (cross entropy alone) to infinity (KL alone).
+    kl_weight: λ, from 0 (cross entropy alone) to infinity (the divergence
+      alone).
 
   Raises:
     ValueError: if it is negative or NaN.
   """
   if not kl_weight >= 0:
     raise ValueError(
-      f'kl_weight is {kl_weight}: it must be 0 or more; inf is KL alone'
+      f'kl_weight is {kl_weight}: it must be 0 or more; inf is the'
+      ' divergence alone'
     )
   ce = 1 / (1 + kl_weight)
   return Objective(ce, 1 - ce)
@@ -167,7 +170,15 @@ def language_loss(model: LanguageModel, batch: Batch) -> tuple[Array, Array]:
 
 
 def distill_loss(
-  drafter: Trainable, target: LanguageModel, batch: Batch, weights: Objective
+  drafter: Trainable,
+  target: LanguageModel,
+  batch: Batch,
+  weights: Objective,
+  *,
+  divergence: losses.Divergence = losses.forward_kl,
+  warps: tuple[Warp, Warp] = (jax.nn.identity, jax.nn.identity),
+  horizon_decay: float | Array = 1.0,
+  lookahead: int = 0,
 ) -> tuple[Array, Array]:
   """The draft's loss: the sum over tokens and horizons, and their weight.
 
@@ -176,25 +187,42 @@ def distill_loss(
     target: gives the law p; no gradient reaches it.
     batch: windows.
     weights: of the losses.
+    divergence: of the draft's law from the target's.
+    warps: what the target's and the draft's logits go through on the way to
+      the divergence, so that it may be that of the laws which are decoded.
+      Cross entropy is taken of the draft's own law.
+    horizon_decay: horizon h, the token `1 + h` ahead, weighs decay^h.
+    lookahead: K, or 0 for a loss position by position. From 1 on the divergence
+      of a start is the `losses.expected_length` of K tokens, whose surprise
+      is `divergence`: take `neg_log_acceptance`.
+
+  Raises:
+    ValueError: if a lookahead is asked of a drafter of several horizons.
   """
   target = jax.lax.stop_gradient(target)
   output = target.forward(batch.tokens, batch.segments)
   scored = drafter.score(target, batch, output)
+  if lookahead and scored.shape[2] > 1:
+    raise ValueError(
+      f'the lookahead is {lookahead} and the drafter has {scored.shape[2]}'
+      ' horizons: it is along a text, for one horizon; set it to 0'
+    )
 
   def position(own, theirs, labels):
     logits = drafter.unembed(target, own)
-    log_p = jax.nn.log_softmax(target.unembed(theirs))
+    log_p = jax.nn.log_softmax(warps[0](target.unembed(theirs)))
     ce = losses.cross_entropy(logits, labels)
-    # A weight of zero switches a loss off even where it is infinite.
-    ce = jnp.where(weights.ce > 0, weights.ce * ce, 0.0)
-    return ce + weights.kl * losses.forward_kl(logits, log_p)
+    return ce, divergence(warps[1](logits), log_p)
 
   total, count = jnp.zeros(()), jnp.zeros(())
   for h in range(scored.shape[2]):
     labels, weight = _ahead(batch, h)
     theirs = _shift(output.features, h)
-    values = _by_chunks(position, scored[:, :, h], theirs, labels)
-    part = losses.weighted_sum(values, weight)
+    ce, apart = _by_chunks(position, scored[:, :, h], theirs, labels)
+    if lookahead:
+      apart = losses.expected_length(apart, weight > 0, lookahead)
+    values = _weigh(weights.ce, ce) + _weigh(weights.divergence, apart)
+    part = losses.weighted_sum(values, weight * horizon_decay**h)
     total, count = total + part[0], count + part[1]
   return total, count
 
@@ -212,9 +240,10 @@ def measure(
     batch: windows whose weight marks what the target wrote.
 
   Returns:
-    For `acceptance` and `block_efficiency`, of the laws after the warp, and
-    for `kl`, `nats` (of the draft) and `target_nats`, of those before it: a
-    weighted sum and its weight, to be added over batches.
+    Weighted sums and their weights, to be added over batches and divided by
+    `means`. Of the laws after the warp: `acceptance`, its floors, the same
+    `by_entropy` of the target (`[5]` bins) and the `survival` of a draft to
+    each depth (`[K]`). Of those before it: both KL and the nats of both.
   """
   output = target.forward(batch.tokens, batch.segments)
   own = drafter.score(target, batch, output)[:, :, 0]
@@ -223,9 +252,15 @@ def measure(
   def position(own, theirs, labels):
     q, p = drafter.unembed(target, own), target.unembed(theirs)
     log_q, log_p = jax.nn.log_softmax(warp(q)), jax.nn.log_softmax(warp(p))
+    pinsker, huber = metrics.floors(metrics.whole_kl(log_p, log_q))
+    raw_q, raw_p = jax.nn.log_softmax(q), jax.nn.log_softmax(p)
     return {
       'acceptance': metrics.acceptance(log_p, log_q),
-      'kl': metrics.kl(jax.nn.log_softmax(p), jax.nn.log_softmax(q)),
+      'floor/pinsker': pinsker,
+      'floor/bretagnolle_huber': huber,
+      'entropy': metrics.entropy(log_p),
+      'kl': metrics.kl(raw_p, raw_q),
+      'reverse_kl': metrics.kl(raw_q, raw_p),
       'nats': losses.cross_entropy(q, labels),
       'target_nats': losses.cross_entropy(p, labels),
       'log_p': _pick(log_p, labels),
@@ -233,14 +268,16 @@ def measure(
     }
 
   values = _by_chunks(position, own, output.features, labels)
-  log_p, log_q = values.pop('log_p'), values.pop('log_q')
-  sums = {
-    name: losses.weighted_sum(value, weight) for name, value in values.items()
-  }
-  sums['block_efficiency'] = losses.weighted_sum(
-    *metrics.block_efficiency(log_p, log_q, weight > 0, k)
+  survival, starts = metrics.survival(
+    values.pop('log_p'), values.pop('log_q'), weight > 0, k
   )
-  return sums
+  bins = metrics.entropy_bins(values.pop('entropy'))  # [5, B, T]
+  summed = jax.vmap(losses.weighted_sum, in_axes=(None, 0))
+  return {
+    'by_entropy': summed(values['acceptance'], weight * bins),
+    'survival': jax.vmap(losses.weighted_sum, (0, None))(survival, starts),
+    **{name: losses.weighted_sum(x, weight) for name, x in values.items()},
+  }
 
 
 def means(
@@ -249,17 +286,35 @@ def means(
   """Divides once what `measure` gave for several batches.
 
   Args:
-    parts: a sum and its weight by name, one dictionary per batch.
+    parts: a sum and its weight by name, one dictionary per batch. Several
+      drafts measured together have an axis in front.
 
   Returns:
-    The means, and the draft's own `perplexity`, exp of its mean nats.
+    The means; `block_efficiency`; `perplexity` of the draft and
+    `target_perplexity`, exp of their mean nats; and, unless nothing was
+    counted there, `acceptance/depth_1` to K, `acceptance/entropy_0-0.5` and so
+    on, with `tokens/entropy_0-0.5` that it is a mean over.
   """
   total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), parts)
-  mean = {
-    name: value / jnp.maximum(weight, 1.0)
-    for name, (value, weight) in total.items()
+  by_entropy, survival = total.pop('by_entropy'), total.pop('survival')
+  mean = {name: _ratio(*pair) for name, pair in total.items()}
+  return {
+    **mean,
+    'block_efficiency': 1 + _ratio(*survival).sum(-1),
+    'perplexity': jnp.exp(mean['nats']),
+    'target_perplexity': jnp.exp(mean['target_nats']),
+    **metrics.by_depth(*survival),
+    **metrics.by_entropy(*by_entropy),
   }
-  return {**mean, 'perplexity': jnp.exp(mean['nats'])}
+
+
+def _ratio(total: Array, weight: Array) -> Array:
+  return total / jnp.maximum(weight, 1.0)
+
+
+def _weigh(weight: Array, loss: Array) -> Array:
+  """A weight of zero switches a loss off even where it is infinite."""
+  return jnp.where(weight > 0, weight * loss, 0.0)
 
 
 def _pick(law: Array, labels: Array) -> Array:

@@ -30,11 +30,25 @@ expected block efficiency at K
   bonus) on that text, without decoding. It is a mean of products: acceptance
   is correlated along a text, and a product of means is another number.
 
-A rate over nothing is None, never NaN, and runs are combined by adding counts.
+expected acceptance by depth
+  At depth k, the k-th of those means of products over the one before it: the
+  same as acceptance by depth, exactly and without decoding.
+acceptance by entropy
+  α over the positions at which the entropy of p lies in a bin of fixed edges.
+floors
+  1 - √(KL / 2) (Pinsker) and 1 - √(1 - e^(-KL)) (Bretagnolle and Huber), of KL
+  after the warp and of whole laws. Each holds at a position, where neither is
+  below 0, and so does its mean over positions for the mean α, which is what is
+  reported. Both are convex, so the floor of the mean KL holds too (Jensen), but
+  lies lower.
+
+A rate over nothing is None or left out, never NaN, and runs are combined by
+adding counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,6 +64,8 @@ from specjax.types import Array
 
 if TYPE_CHECKING:
   from specjax import generation
+
+ENTROPY_EDGES = 0.0, 0.5, 1.0, 2.0, 4.0, math.inf  # nats
 
 
 def acceptance(log_p: Array, log_q: Array) -> Array:
@@ -72,13 +88,100 @@ def kl(log_p: Array, log_q: Array) -> Array:
   return losses.forward_kl(log_q, log_p)
 
 
-def block_efficiency(
+def whole_kl(log_p: Array, log_q: Array) -> Array:
+  """KL(p || q) in nats of whole laws: inf where p > 0 = q.
+
+  Args:
+    log_p: `[..., V]` log-probabilities of the target; -inf is allowed.
+    log_q: `[..., V]` log-probabilities of the draft; likewise.
+
+  Returns:
+    `[...]` float32. Not for training: its gradient may be infinite.
+  """
+  p = jnp.exp(log_p.astype(jnp.float32))
+  ratio = jnp.where(p > 0, log_p, 0) - jnp.where(p > 0, log_q, 0)
+  return jnp.sum(jnp.where(p > 0, p * ratio, 0), -1)
+
+
+def floors(kl: Array) -> tuple[Array, Array]:
+  """What the acceptance rate cannot fall below at a KL, either way round.
+
+  Args:
+    kl: nats, of whole laws; `whole_kl`.
+
+  Returns:
+    1 - √(KL / 2), or 0 if that is negative (Pinsker), and 1 - √(1 - e^(-KL))
+    (Bretagnolle and Huber 1979), which is higher from KL ≈ 1.6 on.
+  """
+  kl = jnp.maximum(kl, 0.0)  # rounding
+  pinsker = jnp.maximum(1 - jnp.sqrt(kl / 2), 0.0)
+  return pinsker, 1 - jnp.sqrt(-jnp.expm1(-kl))
+
+
+def entropy(log_p: Array) -> Array:
+  """Entropy in nats, `[..., V]` to `[...]`; -inf is allowed."""
+  p = jnp.exp(log_p)
+  return -jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_p, 0), 0), -1)
+
+
+def entropy_bins(nats: Array) -> Array:
+  """In which bin of `ENTROPY_EDGES` an entropy lies.
+
+  Args:
+    nats: `[...]`; rounding below 0 counts as 0.
+
+  Returns:
+    `[5, ...]` bool, one of the five true; an edge belongs to the bin above it.
+  """
+  edges = jnp.array(ENTROPY_EDGES).reshape(-1, *[1] * nats.ndim)
+  nats = jnp.maximum(nats, 0.0)
+  return (edges[:-1] <= nats) & (nats < edges[1:])
+
+
+def by_entropy(total: Array, weight: Array) -> dict[str, Array]:
+  """Acceptance in each bin of entropy, and of how many tokens.
+
+  Args:
+    total: `[..., 5]` weighted sums.
+    weight: `[..., 5]` what they weigh.
+
+  Returns:
+    `[...]` by name, without the bins that hold nothing.
+  """
+  values = {}
+  for i, (low, high) in enumerate(itertools.pairwise(ENTROPY_EDGES)):
+    if (np.asarray(weight[..., i]) > 0).all():
+      name = f'entropy_{low:g}-{high:g}'
+      values[f'acceptance/{name}'] = total[..., i] / weight[..., i]
+      values[f'tokens/{name}'] = weight[..., i]
+  return values
+
+
+def by_depth(total: Array, weight: Array) -> dict[str, Array]:
+  """Acceptance at each depth, given that the draft got there.
+
+  Args:
+    total: `[..., K]` weighted sums of `survival`.
+    weight: `[..., K]` what they weigh.
+
+  Returns:
+    `[...]` by name, without the depths that no draft reaches.
+  """
+  reached = jnp.concatenate([weight[..., :1], total[..., :-1]], -1)
+  return {
+    f'acceptance/depth_{i + 1}': total[..., i] / reached[..., i]
+    for i in range(total.shape[-1])
+    if (np.asarray(reached[..., i]) > 0).all()
+  }
+
+
+def survival(
   log_p_y: Array, log_q_y: Array, valid: Array, k: int
 ) -> tuple[Array, Array]:
-  """Expected block efficiency of a round that starts before each token.
+  """Probability that a round that starts before each token gets to each depth.
 
   A start counts when the K tokens from there on are all valid, so a text
-  shorter than K has none. Reduce with `losses.weighted_sum`.
+  shorter than K has none.
 
   Args:
     log_p_y: `[B, T]` log-probability of token t under the target that wrote it.
@@ -89,7 +192,8 @@ def block_efficiency(
     k: draft length K, at most T.
 
   Returns:
-    `[B, T - K + 1]` tokens per round in [1, K + 1], and its float32 weight.
+    `[K, B, T - K + 1]` Π_{j≤k} min(1, q(y_j) / p(y_j)), and the float32 weight
+    `[B, T - K + 1]` of a start.
   """
   starts = log_p_y.shape[1] - k + 1
   if k < 1 or starts < 1:
@@ -100,12 +204,28 @@ def block_efficiency(
   # p = q = 0: a greedy choice that rounding turned; it would not pass.
   log_ratio = jnp.where(jnp.isnan(log_ratio), -jnp.inf, log_ratio)
   log_pass = jnp.where(valid, jnp.minimum(log_ratio, 0), -jnp.inf)
-  # [K, B, starts]. Shifted copies and not differences of one running sum: that
-  # would be -inf - -inf past the first token which the draft cannot say.
-  ahead = jnp.stack([log_pass[:, j : j + starts] for j in range(k)])
   inside = jnp.stack([valid[:, j : j + starts] for j in range(k)]).all(0)
-  survival = jnp.exp(jnp.cumsum(ahead, 0))
-  return 1 + survival.sum(0), inside.astype(jnp.float32)
+  reached = losses.survival(log_pass, k)[:, :, :starts]
+  return reached, inside.astype(jnp.float32)
+
+
+def block_efficiency(
+  log_p_y: Array, log_q_y: Array, valid: Array, k: int
+) -> tuple[Array, Array]:
+  """Expected block efficiency of a round that starts before each token.
+
+  Args:
+    log_p_y: as of `survival`, which this is a sum of.
+    log_q_y: likewise.
+    valid: likewise.
+    k: draft length K, at most T.
+
+  Returns:
+    `[B, T - K + 1]` tokens per round in [1, K + 1], and its float32 weight.
+    Reduce with `losses.weighted_sum`.
+  """
+  reached, weight = survival(log_p_y, log_q_y, valid, k)
+  return 1 + reached.sum(0), weight
 
 
 def expected_accepted(log_ratio: Array, jointly: bool = False) -> Array:

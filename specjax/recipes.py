@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from specjax import data, distill, runs, training, warps
+from specjax import data, distill, losses, runs, training, warps
 from specjax.checkpoint import Checkpoints
-from specjax.types import LanguageModel, Trainable
+from specjax.types import Array, LanguageModel, Trainable
 from specjax.workspace import Workspace
 
 # What a draft was made from, beside its target. Validation too, or the scores
 # of its checkpoints could not be compared.
 DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'validation')
+
+# What runs that were made before a key of `loss` existed did without it.
+LOSS = {
+  'divergence': 'forward_kl',
+  'at_decode_warp': False,
+  'horizon_decay': 0.8,
+  'lookahead': 0,
+}
+
+
+def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
+  """`distill.distill_loss` as the section `loss` of a configuration has it.
+
+  At decode temperature 0 the target's law is one-hot at the decode warp, and
+  the draft's is left as it is: the choice of a maximum has no gradient.
+
+  Args:
+    config: the sections of a page; without keys that its run did not know.
+
+  Returns:
+    A function of drafter, target, batch and weights.
+  """
+  c = _loss_section(config)
+  theirs = own = jax.nn.identity
+  if c['at_decode_warp']:
+    theirs = warps.temperature(c['temperature'])
+    own = theirs if c['temperature'] else own
+  return functools.partial(
+    distill.distill_loss,
+    divergence=losses.find(c['divergence']),
+    warps=(theirs, own),
+    horizon_decay=c['horizon_decay'],
+    lookahead=c['lookahead'],
+  )
 
 
 def refuse_other_draft(
@@ -35,7 +69,9 @@ def refuse_other_draft(
   drafts = Checkpoints(folder)
   if drafts.latest() is not None:
     old = drafts.meta(drafts.latest())['config']
-    runs.refuse_changes(folder, old, config, DRAFT_SECTIONS, flag)
+    old = {**old, 'loss': {**LOSS, 'temperature': 1.0, **old['loss']}}
+    new = {**config, 'loss': _loss_section(config)}
+    runs.refuse_changes(folder, old, new, DRAFT_SECTIONS, flag)
 
 
 def distil(
@@ -57,7 +93,7 @@ def distil(
     c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
   )
   update = jax.jit(
-    distill.make_step(distill.distill_loss, tx), donate_argnums=0
+    distill.make_step(loss(workspace.config), tx), donate_argnums=0
   )
   evaluate = functools.partial(
     measure,
@@ -77,7 +113,10 @@ def distil(
     meta={
       'model': workspace.draft_config,
       'tokenizer': workspace.tokenizer.hash,
-      'config': {key: workspace.config[key] for key in DRAFT_SECTIONS},
+      'config': {
+        **{key: workspace.config[key] for key in DRAFT_SECTIONS},
+        'loss': _loss_section(workspace.config),
+      },
     },
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
@@ -105,3 +144,11 @@ def measure(
     for batch in data.in_order(rollouts, 16)
   )
   return {name: float(value) for name, value in distill.means(parts).items()}
+
+
+def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
+  """All values that the loss depends on."""
+  c = {**LOSS, **config['loss']}
+  warped = c['at_decode_warp']
+  temperature = config['decode']['temperature'] if warped else 1.0
+  return {**c, 'temperature': temperature}

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import draft_length, drafters, runs, verify
+from specjax import draft_length, drafters, losses, runs, verify
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
@@ -27,6 +27,7 @@ _LEAST = {
   'ks': 1,
   'kv_heads': 1,
   'layers': 1,
+  'lookahead': 0,
   'max_new_tokens': 1,
   'others': 1,
   'prompt_length': 1,
@@ -42,7 +43,12 @@ _LEAST = {
   'window': 2,
 }
 _POSITIVE = 'clip', 'learning_rate'
-_NOT_NEGATIVE = 'temperature', 'temperatures', 'weight_decay'
+_NOT_NEGATIVE = (
+  'horizon_decay',
+  'temperature',
+  'temperatures',
+  'weight_decay',
+)
 _MAY_BE_EMPTY = ('controllers',)
 _WEIGHTS = 'kl_weight', 'kl_weights'  # which may be infinite
 
@@ -83,6 +89,8 @@ def check(config: Mapping[str, Any]) -> None:
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])
   _check_draft_lengths(config)
+  if 'divergence' in config.get('loss', {}):
+    losses.find(config['loss']['divergence'])
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
 
@@ -138,5 +146,5 @@ def _wanted(name: str, value: Any) -> str | None:
   if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
     return '0 or positive'
   if name in _WEIGHTS and not value >= 0:
-    return '0 or more; inf is KL alone'
+    return '0 or more; inf is the divergence alone'
   return None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, losses, metrics
+from specjax import costs, decode, losses, metrics
 
 
 class Stats(NamedTuple):
@@ -154,6 +154,83 @@ def test_block_efficiency_refuses_drafts_that_fit_nowhere():
   ones = jnp.ones((1, 4))
   with pytest.raises(ValueError, match='draft length 5'):
     metrics.block_efficiency(ones, ones, ones > 0, 5)
+
+
+def some_laws(seed, n=4000, vocab=5):
+  """Pairs from almost equal to almost disjoint, some with holes."""
+  rng = np.random.default_rng(seed)
+  p = rng.dirichlet(np.full(vocab, 0.3), n)
+  q = rng.dirichlet(np.full(vocab, 0.3), n)
+  near = rng.random((n, 1)) ** 3
+  q = (1 - near) * q + near * p
+  p[: n // 8, 0] = q[n // 16 : n // 4, 1] = 0
+  with np.errstate(divide='ignore'):
+    return tuple(
+      jnp.asarray(np.log(x / x.sum(-1, keepdims=True))) for x in (p, q)
+    )
+
+
+def test_a_whole_kl_is_infinite_where_the_draft_cannot_follow():
+  log_p, log_q = some_laws(0)
+  p, q = np.exp(np.float64(log_p)), np.exp(np.float64(log_q))
+  with np.errstate(divide='ignore', invalid='ignore'):
+    want = np.where(p > 0, p * np.log(p / q), 0).sum(-1)
+  assert np.isinf(want).any() and np.isfinite(want).any()
+  got = metrics.whole_kl(log_p, log_q)
+  np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_the_floors_hold_at_each_position_and_for_means():
+  log_p, log_q = some_laws(1)
+  rate = np.asarray(metrics.acceptance(log_p, log_q))
+  for kl in (metrics.whole_kl(log_p, log_q), metrics.whole_kl(log_q, log_p)):
+    some = np.isfinite(kl) & (kl < 20)
+    for floor in (0, 1):
+      floors = np.asarray(metrics.floors(kl)[floor])
+      assert (rate >= floors - 1e-6).all() and (floors >= 0).all()
+      # Jensen: that of the mean holds as well, and lies lower.
+      of_mean = metrics.floors(kl[some].mean())[floor]
+      assert rate[some].mean() > floors[some].mean() > of_mean
+      # A floor, and not one that always holds: half the KL would break it.
+      assert (rate < np.asarray(metrics.floors(kl / 2)[floor])).any()
+
+
+def test_the_higher_floor_is_that_of_the_cost_model():
+  kl = jnp.asarray([0, 0.05, 0.5, 1.5, 1.7, 5, math.inf])
+  pinsker, huber = metrics.floors(kl)
+  want = costs.acceptance_floor(kl)
+  np.testing.assert_allclose(np.maximum(pinsker, huber), want, atol=1e-6)
+  assert (pinsker > huber).tolist() == [0, 1, 1, 1, 0, 0, 0]
+
+
+def test_every_entropy_lies_in_one_bin():
+  log_p, _ = some_laws(2)
+  p = np.exp(np.float64(log_p))
+  want = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(-1)
+  np.testing.assert_allclose(metrics.entropy(log_p), want, atol=1e-5)
+  nats = jnp.asarray([-1e-7, 0, 0.4, 0.5, 1.9, 2, 4, 9])
+  bins = metrics.entropy_bins(nats)
+  assert bins.argmax(0).tolist() == [0, 0, 0, 1, 2, 3, 4, 4]
+  assert (bins.sum(0) == 1).all()
+
+
+def test_bins_and_depths_that_hold_nothing_are_left_out():
+  got = metrics.by_entropy(
+    jnp.asarray([1.0, 0, 0, 0, 1]), jnp.asarray([4.0, 0, 0, 0, 2])
+  )
+  assert got == {
+    'acceptance/entropy_0-0.5': 0.25,
+    'tokens/entropy_0-0.5': 4,
+    'acceptance/entropy_4-inf': 0.5,
+    'tokens/entropy_4-inf': 2,
+  }
+  got = metrics.by_depth(jnp.asarray([2.0, 1, 0, 0]), jnp.full(4, 4.0))
+  assert list(got.items()) == [
+    ('acceptance/depth_1', 0.5),
+    ('acceptance/depth_2', 0.5),
+    ('acceptance/depth_3', 0),
+  ]
+  assert metrics.by_depth(jnp.zeros(2), jnp.zeros(2)) == {}
 
 
 def test_perplexity_and_bits_are_of_sums():

@@ -2,10 +2,12 @@
 
 import copy
 
+import jax.numpy as jnp
 import pytest
 import scripts
 
-from specjax import experiment, files, settings
+from specjax import experiment, files, recipes, settings
+from specjax.checkpoint import Checkpoints
 from specjax.drafters.committee import Committee
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
@@ -49,6 +51,9 @@ def test_the_page_itself_is_fine():
     ('draft.model.heads', 0, '1 or more'),
     ('draft.drafter', 'nope', 'no drafter'),
     ('loss.kl_weight', -1.0, '0 or more'),
+    ('loss.divergence', 'nope', 'no divergence'),
+    ('loss.horizon_decay', -0.1, '0 or positive'),
+    ('loss.lookahead', -1, '0 or more'),
     ('ablation.kl_weights', (), 'at least one value'),
     ('ablation.kl_weights', (1.0, float('nan')), 'nan'),
     ('validation.tokens', 0, '1 or more'),
@@ -82,6 +87,34 @@ def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(
   if words[0].isdigit() or 'positive' in words:
     assert path in str(error.value)
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_run_from_before_a_key_of_the_loss_goes_on_as_it_was():
+  assert recipes.LOSS == {
+    key: value for key, value in PAGE['loss'].items() if key != 'kl_weight'
+  }
+  old = {**PAGE, 'loss': {'kl_weight': 3.0}}
+  settings.check(old)
+  new, before = recipes.loss(PAGE), recipes.loss(old)
+  assert (new.func, new.keywords) == (before.func, before.keywords)
+
+
+def test_a_draft_from_before_a_key_of_the_loss_is_not_refused(tmp_path):
+  config = {key: PAGE[key] for key in recipes.DRAFT_SECTIONS}
+  drafts = Checkpoints(tmp_path)
+  meta = {
+    'config': {**config, 'loss': {'kl_weight': PAGE['loss']['kl_weight']}}
+  }
+  drafts.save(1, {'model': jnp.zeros(1)}, meta, score=0.0)
+  recipes.refuse_other_draft(tmp_path, PAGE)
+  recipes.refuse_other_draft(tmp_path, changed('decode.temperature', 0.5))
+  with pytest.raises(ValueError, match='loss.divergence: forward_kl -> jsd'):
+    recipes.refuse_other_draft(tmp_path, changed('loss.divergence', 'jsd'))
+  # Warped, the temperature is part of the loss.
+  warped = changed('loss.at_decode_warp', True)
+  warped['decode']['temperature'] = 0.5
+  with pytest.raises(ValueError, match='loss.temperature: 1.0 -> 0.5'):
+    recipes.refuse_other_draft(tmp_path, warped)
 
 
 def test_a_refused_command_leaves_the_configuration_of_a_run(tmp_path):

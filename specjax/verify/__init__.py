@@ -26,10 +26,9 @@ A rule with numbers takes them as keyword arguments;
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 
+from specjax import names
 from specjax.types import Verifier
 from specjax.verify.exact import k_seq, rejection, sampler_match
 from specjax.verify.joint import block, traversal
@@ -81,21 +80,7 @@ def find(name: str) -> Verifier:
   Raises:
     ValueError: there is none.
   """
-  if name in RULES:
-    return RULES[name]
-  module, colon, function = name.partition(':')
-  try:
-    if colon and module:
-      return getattr(importlib.import_module(module), function)
-  except ModuleNotFoundError as error:
-    if not f'{module}.'.startswith(f'{error.name}.'):
-      raise  # it exists, and lacks something of its own
-  except AttributeError:
-    pass
-  raise ValueError(
-    f'there is no rule {name!r}: take one of {", ".join(RULES)}, or'
-    ' module:function'
-  )
+  return names.function(name, RULES, 'rule')
 
 
 def is_lossy(name: str) -> bool:
