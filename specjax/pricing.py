@@ -45,9 +45,8 @@ from specjax.types import (
 )
 
 # Turns of a timed loop: enough for its start, when the weights have yet to come
-# into the processor's caches, not to matter. That takes as long as a plain round
-# or two: 16 plain rounds measured 13 % dearer each than 128, and all else is
-# divided by them.
+# into the processor's caches, not to matter. Plain rounds are the shortest, and
+# all else is divided by them: 16 measured 13 % dearer each than 128.
 TURNS = {'plain': 64, 'round': 16, 'pass': 16, 'draft': 24}
 
 
