@@ -188,10 +188,10 @@ class Adaptive:
   cost: Array
   memory: float | Array = 0.97
   lately: float | Array = 0.85
-  surprise: float | Array = 1.7
+  surprise: float | Array = 2.0
   hope: float | Array = 0.7
-  weight: float | Array = 2.0
-  lean: float | Array = 8.0
+  weight: float | Array = 0.2
+  lean: float | Array = 2.0
 
   def __post_init__(self):
     """Refuses costs that do not belong to the ladder."""
