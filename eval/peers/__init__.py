@@ -1,0 +1,1 @@
+"""What users would pick instead, for comparisons; needs the extra `peers`."""
