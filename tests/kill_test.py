@@ -14,7 +14,7 @@ from specjax.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
 
-KILLS, STEPS = 10, 300
+KILLS, STEPS = 10, 200
 COMMAND = (
   'train/distill.py',
   '--config=configs/stdlib.py:tiny',
