@@ -24,6 +24,7 @@ from specjax import (
   drafters,
   experiment,
   flops,
+  optimizing,
   recipes,
   settings,
   timing,
@@ -86,11 +87,11 @@ def main(config, folder):
 def ours(config, target, drafter, tokens):
   """A call that makes `STEPS` updates, the first from the same weights."""
   c = config['distill']
-  tx = distill.optimizer(c['learning_rate'], 2, 0)
+  tx = optimizing.optimizer(c['learning_rate'], 2, 0)
   batch = Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
   weights = distill.objective(config['loss']['kl_weight'])
-  step = jax.jit(distill.make_step(recipes.loss(config), tx), donate_argnums=0)
-  state = distill.init(drafter, tx)
+  step = jax.jit(optimizing.make_step(recipes.loss(config), tx), donate_argnums=0)
+  state = optimizing.init(drafter, tx)
 
   def call():
     nonlocal state
