@@ -90,7 +90,9 @@ def ours(config, target, drafter, tokens):
   tx = optimizing.optimizer(c['learning_rate'], 2, 0)
   batch = Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
   weights = distill.objective(config['loss']['kl_weight'])
-  step = jax.jit(optimizing.make_step(recipes.loss(config), tx), donate_argnums=0)
+  step = jax.jit(
+    optimizing.make_step(recipes.loss(config), tx), donate_argnums=0
+  )
   state = optimizing.init(drafter, tx)
 
   def call():
