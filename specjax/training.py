@@ -21,7 +21,7 @@ LOG_EVERY = 10  # steps whose mean is logged
 def fit(
   state: TrainState,
   step: Callable[[TrainState, Batch], tuple[TrainState, Mapping[str, Any]]],
-  batches: Sequence[Batch],
+  batches: Callable[[int, Any], Batch],
   evaluate: Callable[[Any], Mapping[str, float]],
   *,
   steps: int,
@@ -35,14 +35,15 @@ def fit(
 ) -> TrainState:
   """Trains from the newest checkpoint, or from `state` where there is none.
 
-  Batch i is a function of i, so the number of the next step is all the
-  position there is, and a run that was killed goes on to the same bits. The
+  Batch i is a function of i and of the model before it, so the number of the
+  next step is all the position there is, and a run that was killed goes on to
+  the same bits. The
   scalars of the steps are logged as means over `LOG_EVERY` of them.
 
   Args:
     state: before the first step.
     step: one update, compiled; it may donate its state.
-    batches: indexed by step.
+    batches: batch i, from i and the model before update i.
     evaluate: scalars of a model on held-out text.
     steps: updates in all.
     every: updates between evaluations, each of which is logged and saved.
@@ -79,7 +80,7 @@ def fit(
     ):
       recent = []
       for i in progress:
-        state, scalars = step(state, batches[i])
+        state, scalars = step(state, batches(i, state.model))
         recent.append(scalars)
         due = (i + 1) % every == 0 or i + 1 == steps
         if not due and len(recent) < LOG_EVERY:

@@ -37,10 +37,11 @@ def pretrain(workspace: Workspace):
   size = sum(leaf.size for leaf in jax.tree.leaves(target))
   print(f'target: {size:,} parameters')
   step = jax.jit(distill.make_step(distill.language_loss, tx), donate_argnums=0)
+  batches = data.Batches(windows, c['batch'], c['seed'])
   training.fit(
     distill.init(target, tx),
     step,
-    data.Batches(windows, c['batch'], c['seed']),
+    lambda i, _: batches[i],
     functools.partial(evaluate, workspace=workspace),
     steps=c['steps'],
     every=c['eval_every'],
