@@ -20,7 +20,7 @@ def workspace(folder, **changes):
     config[section] |= values
   texts = folder / 'texts'
   texts.mkdir(exist_ok=True, parents=True)
-  for i in range(60):
+  for i in range(400):
     (texts / f'{i}.txt').write_text(
       f'{i:04} is a number like {i + 1:04}.\n' * 3
     )
@@ -46,6 +46,7 @@ def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
     split: {text[:4] for text in run.corpus.splits[split]}
     for split in ('train', 'validation', 'test')
   }
+  assert numbers['validation'] and numbers['test']
   assert len(seen) > 8 and seen <= numbers['train']
   assert not seen & (numbers['validation'] | numbers['test'])
 

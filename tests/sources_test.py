@@ -20,6 +20,12 @@ V, EOS, PROMPT, NEW, WINDOW, T = 5, 4, [2, 1], 3, 12, 0.7
 TARGET, DRAFT = toys.markov(0), toys.markov(1)
 
 
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch):
+  """One program for all."""
+  monkeypatch.setattr(sources, 'AT_ONCE', 8)
+
+
 def draft(step=0):
   """The draft in training: another one before every update."""
   return ModelDrafter(toys.markov(100 + step), 2)
@@ -106,7 +112,6 @@ def test_corpus_alone_is_what_it_was_without_sources():
 
 
 def test_text_written_in_parts_is_what_generate_writes(monkeypatch):
-  monkeypatch.setattr(sources, 'AT_ONCE', 4)
   monkeypatch.setattr(sources, 'ROUNDS', 2)
   key, warp = jax.random.key(8), warps.temperature(T)
   prompts = [[i % V, (3 * i) % 4] for i in range(10)]
@@ -160,14 +165,11 @@ def law(model):
     (sources.by_draft, DRAFT, TARGET),
   ],
 )
-def test_text_has_the_law_of_who_writes_it(
-  by, own, other, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(sources, 'AT_ONCE', 500)
-  ids = np.tile([*PROMPT, EOS], 4000)
-  source = written(tmp_path, by=by, ids=ids, sequences=4000)
+def test_text_has_the_law_of_who_writes_it(by, own, other, tmp_path):
+  ids = np.tile([*PROMPT, EOS], 1500)
+  source = written(tmp_path, by=by, ids=ids, sequences=1500)
   rows, since = source(0, ModelDrafter(DRAFT, 2))
-  found = texts(rows, 4000)
+  found = texts(rows, 1500)
   assert since == 0
   assert oracles.p_value(found, law(own)) > 1e-4
   assert oracles.p_value(found, law(other)) < 1e-4
