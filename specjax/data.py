@@ -9,6 +9,7 @@ from.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import grain
@@ -263,11 +264,12 @@ def prompts(
   sizes = (ends - starts) // length
   order = np.random.default_rng(seed).permutation(len(starts))
   # All starts come before all second stretches.
-  taken = [
+  every = (
     starts[i] + depth * length
     for depth in range(max(sizes, default=0))
     for i in order[sizes[order] > depth]
-  ][:count]
+  )
+  taken = list(itertools.islice(every, count))
   if len(taken) < count:
     raise ValueError(
       f'{count} prompts of {length} tokens were asked for, but {len(starts)} '

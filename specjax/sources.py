@@ -262,6 +262,9 @@ class Written:
 
   def _write(self, since: int, model: Drafter) -> Text:
     c, warp = self._writing, warps.temperature(self._writing.temperature)
+    # New arrays may go to any device, updated ones are tied to theirs; to JAX
+    # that is two programs.
+    model = jax.tree.map(_in_its_place, model)
     model = dataclasses.replace(model, warp=warp)
     writer, drafter = self._by(self._target, model)
     seed, number = self._seed
@@ -387,6 +390,11 @@ def fingerprint(tree: Any) -> str:
     digest.update(f'{name} {array.dtype} {array.shape}'.encode())
     digest.update(array.tobytes())
   return digest.hexdigest()
+
+
+def _in_its_place(x: Any) -> jax.Array:
+  x = jnp.asarray(x)
+  return jax.device_put(x, x.sharding)
 
 
 def _load_made(path: Path, made_from: Mapping[str, Any]) -> Text:
