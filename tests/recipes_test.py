@@ -60,7 +60,7 @@ def test_without_a_section_for_data_there_is_corpus_alone(tmp_path):
       recipes.batches(each, None, 'draft')(step, None) for each in (run, old)
     )
     jax.tree.map(np.testing.assert_array_equal, a, b)
-  assert 'data' not in recipes.made_with(old.config)
+  assert recipes.made_with(old.config) == recipes.made_with(run.config)
 
 
 @pytest.mark.slow
@@ -124,3 +124,15 @@ def test_held_out_text_is_kept_and_weighs_what_the_target_wrote(tmp_path):
   path.write_bytes(b'')
   with pytest.raises(ValueError, match='damaged.*delete it'):
     run.rollouts(None, 1.0)
+
+
+def test_a_draft_from_before_there_were_sources_is_one_of_corpus(tmp_path):
+  config = {key: PAGE[key] for key in recipes.DRAFT_SECTIONS if key != 'data'}
+  Checkpoints(tmp_path).save(1, {'model': np.zeros(1)}, {'config': config})
+  recipes.refuse_other_draft(tmp_path, PAGE)
+  # How nothing would be written makes no difference.
+  colder = {**PAGE['data'], 'temperature': 0.5}
+  recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': colder})
+  with pytest.raises(ValueError, match='data.target: 0.0 -> 0.25'):
+    mixed = {**PAGE['data'], **MIXED}
+    recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': mixed})
