@@ -191,14 +191,25 @@ def test_a_run_that_is_resumed_has_the_same_batches(tmp_path):
   assert_same(run(tmp_path / 'b', range(3, 8)), whole[3:])
 
 
-def test_each_generation_differs_and_so_do_seeds_and_drafts(tmp_path):
-  first, second = run(tmp_path, [0, 3])
-  assert (first.tokens[2:] != second.tokens[2:]).any()  # behind the corpus
-  texts = [
-    written(tmp_path / str(step), 'draft', sources.by_draft)(0, draft(step))[0]
-    for step in (0, 1)
-  ]
-  assert any((texts[0][j].tokens != texts[1][j].tokens).any() for j in range(4))
+def first_rows(source, step, drafter):
+  rows = source(step, drafter)[0]
+  return np.stack([rows[j].tokens for j in range(2)])
+
+
+def test_each_generation_and_source_has_draws_and_prompts_of_its_own(tmp_path):
+  alike = written(tmp_path, 'draft', sources.by_draft)
+  other = written(tmp_path, 'other', sources.by_draft)
+  drawn = first_rows(alike, 0, draft())
+  assert (drawn != first_rows(other, 0, draft())).any()
+  assert (drawn != first_rows(alike, 3, draft())).any()
+  assert (drawn != first_rows(alike, 0, draft(1))).any()
+  # A draft that leaves nothing to chance: only prompts can differ.
+  ids = np.concatenate([[i % 4, i // 4, EOS] for i in range(16)])
+  greedy = written(
+    tmp_path, 'greedy', sources.by_draft, ids=ids, temperature=0.0
+  )
+  first, second = (first_rows(greedy, step, draft()) for step in (0, 3))
+  assert (first != second).any()
 
 
 def stamp(folder):
