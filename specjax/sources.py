@@ -18,11 +18,9 @@ no longer.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,15 +30,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import data, files, generation, logs, runs, verify, warps
+from specjax import data, logs, runs, texts, warps
 from specjax.drafters.none import NoDrafter
-from specjax.types import Batch, Drafter, Key, LanguageModel, Warp
+from specjax.types import Batch, Drafter, LanguageModel
 
-AT_ONCE = 64  # rows decoded together; what memory they take does not grow
-ROUNDS = 16  # between two looks at how far they are
-
-# What NumPy raises for a file that is not whole.
-_BROKEN = OSError, EOFError, TypeError, ValueError, zipfile.BadZipFile
 # Of the rows of a batch; the sources by name, in the order that they are in it.
 CORPUS_ONLY = {'corpus': 1.0, 'target': 0.0, 'draft': 0.0}
 
@@ -63,27 +56,6 @@ class Writing(NamedTuple):
   prompt_length: int
   tokens: int
   temperature: float
-
-
-class Text(NamedTuple):
-  """Prompts of one length and what was written behind them.
-
-  Attributes:
-    tokens: `[B, S]` int32; a row's text is `tokens[b, :length[b]]`.
-    length: `[B]`, prompt included.
-    rounds: `[B]` passes of the writer that it took.
-  """
-
-  tokens: np.ndarray
-  length: np.ndarray
-  rounds: np.ndarray | None = None
-
-  def sequences(self) -> list[list[int]]:
-    """The rows without what lies behind their ends."""
-    return [
-      row[:end].tolist()
-      for row, end in zip(self.tokens, self.length, strict=True)
-    ]
 
 
 class Corpus:
@@ -200,7 +172,7 @@ class Written:
     self._window, self._seed = window, (seed, zlib.crc32(name.encode()))
     self._folder, self._log = Path(folder), Path(log)
     own = {'source': name, 'seed': seed, 'window': window, **writing._asdict()}
-    own = {**own, 'target': fingerprint(target), **made_from}
+    own = {**own, 'target': texts.fingerprint(target), **made_from}
     self._made_from = json.loads(json.dumps(own))
     self._since = self._rows = None
 
@@ -222,11 +194,13 @@ class Written:
       self._rows, self._since = data.Rows(rows, self._seed[0]), since
     return self._rows, since
 
-  def _kept_or_written(self, since: int, model: Drafter, at_hand: bool) -> Text:
+  def _kept_or_written(
+    self, since: int, model: Drafter, at_hand: bool
+  ) -> texts.Text:
     path = self._folder / f'step{since}-{self._name}.npz'
     made_from = {**self._made_from, 'step': since}
     if at_hand:
-      made_from['draft'] = fingerprint(model)
+      made_from['draft'] = texts.fingerprint(model)
     try:
       return _load_made(path, made_from)
     except (OSError, ValueError) as error:
@@ -245,12 +219,12 @@ class Written:
       'tokens_per_round': new / int(text.rounds.sum()),
       'seconds': seconds,
     }
-    save(path, text)
+    texts.save(path, text)
     runs.write_json(
       path.with_suffix('.json'),
       {
         'made_from': made_from,
-        'content': fingerprint(text),
+        'content': texts.fingerprint(text),
         **measured,
         'versions': runs.versions(),
       },
@@ -260,7 +234,7 @@ class Written:
       logger.write(since, **measured)
     return text
 
-  def _write(self, since: int, model: Drafter) -> Text:
+  def _write(self, since: int, model: Drafter) -> texts.Text:
     c, warp = self._writing, warps.temperature(self._writing.temperature)
     # New arrays may go to any device, updated ones are tied to theirs; to JAX
     # that is two programs.
@@ -269,7 +243,7 @@ class Written:
     writer, drafter = self._by(self._target, model)
     seed, number = self._seed
     key = jax.random.fold_in(jax.random.key(seed), number)
-    return write(
+    return texts.write(
       writer,
       drafter,
       data.prompts(
@@ -287,117 +261,12 @@ class Written:
     )
 
 
-def write(
-  writer: LanguageModel,
-  drafter: Drafter,
-  prompts: Sequence[Sequence[int]],
-  *,
-  key: Key,
-  max_new_tokens: int,
-  warp: Warp,
-  eos_id: int,
-  title: str,
-) -> Text:
-  """Continues many prompts of one length by rejection, and shows how far it is.
-
-  Args:
-    writer: whose law the text has.
-    drafter: what proposes.
-    prompts: B lists of ids.
-    key: folded with a row's number.
-    max_new_tokens: for all rows.
-    warp: of the writer.
-    eos_id: ends a row, and is part of it: what would follow is no text that the
-      models are trained on.
-    title: of the progress.
-
-  Returns:
-    The text; as `generation.generate` gives it, `AT_ONCE` rows at a time.
-  """
-  count, size = len(prompts), min(len(prompts), AT_ONCE)
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(
-    key, jnp.arange(-(-count // size) * size)
-  )
-  parts = []
-  with logs.Progress(count * max_new_tokens, title, unit='tokens') as progress:
-    for start in range(0, count, size):
-      # The last rows are filled up, so that there is one program for all.
-      some = [prompts[i % count] for i in range(start, start + size)]
-      state = generation.start(
-        writer,
-        drafter,
-        some,
-        key=keys[start : start + size],
-        max_new_tokens=max_new_tokens,
-      )
-      state = _advance(
-        writer, drafter, warp, eos_id, state, progress, count - start
-      )
-      done = generation.finish(state, [len(prompt) for prompt in some])
-      parts.append(Text(done.tokens, done.length, done.stats.rounds))
-  return Text(*(np.concatenate(x)[:count] for x in zip(*parts, strict=True)))
-
-
-def _advance(writer, drafter, warp, eos_id, state, progress, wanted):
-  """To the end, a few rounds at a time; `wanted` of the rows are counted."""
-  eos = generation.end_ids(writer, eos_id)
-  rule = verify.as_pytree(verify.rejection)
-  # Copies: what they are read from is given away.
-  before, done = np.array(state.length), np.array(state.done)
-  while not done.all():
-    state = generation.advance(writer, drafter, rule, warp, eos, state, ROUNDS)
-    length, done = np.array(state.length), np.array(state.done)
-    progress.advance(int((length - before)[:wanted].sum()))
-    before = length
-  return state
-
-
-def save(path: Path, text: Text) -> None:
-  """Writes a file of text, whole or not at all."""
-  with files.atomic(path) as file:
-    np.savez(file, **{k: v for k, v in text._asdict().items() if v is not None})
-
-
-def load(path: Path) -> Text:
-  """Reads what `save` wrote.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is damaged.
-  """
-  if not path.exists():
-    raise FileNotFoundError(f'there is no file {path}')
-  try:
-    return Text(**dict(np.load(path)))
-  except (
-    OSError,
-    EOFError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-  ) as error:
-    raise ValueError(
-      f'{path} is damaged ({error}): delete it, it will be written again'
-    ) from error
-
-
-def fingerprint(tree: Any) -> str:
-  """SHA-256 of a pytree's arrays and of their names."""
-  digest = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    array = np.asarray(leaf)
-    name = jax.tree_util.keystr(path)
-    digest.update(f'{name} {array.dtype} {array.shape}'.encode())
-    digest.update(array.tobytes())
-  return digest.hexdigest()
-
-
 def _in_its_place(x: Any) -> jax.Array:
   x = jnp.asarray(x)
   return jax.device_put(x, x.sharding)
 
 
-def _load_made(path: Path, made_from: Mapping[str, Any]) -> Text:
+def _load_made(path: Path, made_from: Mapping[str, Any]) -> texts.Text:
   """Loads text if it was made from that, as far as it is given.
 
   Raises:
@@ -405,9 +274,9 @@ def _load_made(path: Path, made_from: Mapping[str, Any]) -> Text:
     ValueError: it is damaged, or made from something else.
   """
   record = runs.read_json(path.with_suffix('.json'))
-  text = load(path)
+  text = texts.load(path)
   # The record may be that of an earlier file, if a kill came between the two.
-  if record['content'] != fingerprint(text):
+  if record['content'] != texts.fingerprint(text):
     raise ValueError(f'{path} is not what its record says')
   old = dict(runs.leaves('', record['made_from']))
   differ = [

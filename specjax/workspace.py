@@ -29,7 +29,7 @@ from specjax import (
   pricing,
   runs,
   settings,
-  sources,
+  texts,
   tokenizers,
   verify,
   warps,
@@ -335,7 +335,7 @@ class Workspace:
     name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}.npz'
     path = self.folder / 'rollouts' / name
     if not path.exists():
-      text = sources.write(
+      text = texts.write(
         target,
         NoDrafter(),
         self.prompts('validation', count, size),
@@ -345,8 +345,8 @@ class Workspace:
         eos_id=self.tokenizer.eos_id,
         title='held-out text by the target',
       )
-      sources.save(path, text)
-    rows = sources.load(path).sequences()
+      texts.save(path, text)
+    rows = texts.load(path).sequences()
     batch = data.pad(rows, [size] * count, size + wanted['tokens'])
     return [Batch(*row) for row in zip(*batch, strict=True)]
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scripts
 
-from specjax import corpora, experiment, logs, recipes, sources
+from specjax import corpora, experiment, logs, recipes, texts
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
 
@@ -18,14 +18,16 @@ def workspace(folder, **changes):
   config = copy.deepcopy(PAGE)
   for section, values in changes.items():
     config[section] |= values
-  texts = folder / 'texts'
-  texts.mkdir(exist_ok=True, parents=True)
+  documents = folder / 'documents'
+  documents.mkdir(exist_ok=True, parents=True)
   for i in range(400):
-    (texts / f'{i}.txt').write_text(
+    (documents / f'{i}.txt').write_text(
       f'{i:04} is a number like {i + 1:04}.\n' * 3
     )
   run = Workspace(folder / 'run', config)
-  run.corpus = corpora.load(f'files:{texts}/*.txt', data_dir=folder / 'cache')
+  run.corpus = corpora.load(
+    f'files:{documents}/*.txt', data_dir=folder / 'cache'
+  )
   return run
 
 
@@ -113,7 +115,7 @@ def test_held_out_text_is_kept_and_weighs_what_the_target_wrote(tmp_path):
   assert path.stat().st_mtime_ns == before
   held_out = {text[:4] for text in run.corpus.splits['validation']}
   for row, other, length in zip(
-    rows, again, sources.load(path).length, strict=True
+    rows, again, texts.load(path).length, strict=True
   ):
     jax.tree.map(np.testing.assert_array_equal, row, other)
     assert run.tokenizer.decode(row.tokens[:4].tolist()) in held_out

@@ -9,7 +9,16 @@ import toys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax import data, distill, generation, logs, sources, training, warps
+from specjax import (
+  data,
+  distill,
+  generation,
+  logs,
+  sources,
+  texts,
+  training,
+  warps,
+)
 from specjax.checkpoint import Checkpoints
 from specjax.drafters.model import ModelDrafter
 from specjax.types import Batch
@@ -23,7 +32,7 @@ TARGET, DRAFT = toys.markov(0), toys.markov(1)
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch):
   """One program for all."""
-  monkeypatch.setattr(sources, 'AT_ONCE', 8)
+  monkeypatch.setattr(texts, 'AT_ONCE', 8)
 
 
 def draft(step=0):
@@ -112,10 +121,10 @@ def test_corpus_alone_is_what_it_was_without_sources():
 
 
 def test_text_written_in_parts_is_what_generate_writes(monkeypatch):
-  monkeypatch.setattr(sources, 'ROUNDS', 2)
+  monkeypatch.setattr(texts, 'ROUNDS', 2)
   key, warp = jax.random.key(8), warps.temperature(T)
   prompts = [[i % V, (3 * i) % 4] for i in range(10)]
-  text = sources.write(
+  text = texts.write(
     TARGET,
     draft(),
     prompts,
@@ -134,7 +143,7 @@ def test_text_written_in_parts_is_what_generate_writes(monkeypatch):
   assert set(text.length) != {11}  # some were ended
 
 
-def texts(rows, count):
+def unpacked(rows, count):
   """What was generated in the first `count` sequences, 0 behind its end."""
   found, j = [], 0
   while len(found) < count:
@@ -169,7 +178,7 @@ def test_text_has_the_law_of_who_writes_it(by, own, other, tmp_path):
   ids = np.tile([*PROMPT, EOS], 1500)
   source = written(tmp_path, by=by, ids=ids, sequences=1500)
   rows, since = source(0, ModelDrafter(DRAFT, 2))
-  found = texts(rows, 1500)
+  found = unpacked(rows, 1500)
   assert since == 0
   assert oracles.p_value(found, law(own)) > 1e-4
   assert oracles.p_value(found, law(other)) < 1e-4
@@ -226,8 +235,8 @@ def test_what_is_kept_is_used_at_its_step_only_if_it_would_be_written_again(
   assert_same(written(tmp_path)(0, draft())[0][0], rows)
   assert stamp(tmp_path) == first
   record = json.loads((tmp_path / 'step0-target.json').read_text())
-  assert record['made_from']['draft'] == sources.fingerprint(draft())
-  assert record['made_from']['target'] == sources.fingerprint(TARGET)
+  assert record['made_from']['draft'] == texts.fingerprint(draft())
+  assert record['made_from']['target'] == texts.fingerprint(TARGET)
   # Another draft, or other text, is another generation.
   written(tmp_path)(0, draft(1))
   second = stamp(tmp_path)
