@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import data, logs, runs, texts, warps
+from specjax import data, logs, texts, warps
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Drafter, LanguageModel
 
@@ -202,7 +202,7 @@ class Written:
     if at_hand:
       made_from['draft'] = texts.fingerprint(model)
     try:
-      return _load_made(path, made_from)
+      return texts.load_made(path, made_from)
     except (OSError, ValueError) as error:
       if not at_hand:
         raise ValueError(
@@ -219,16 +219,7 @@ class Written:
       'tokens_per_round': new / int(text.rounds.sum()),
       'seconds': seconds,
     }
-    texts.save(path, text)
-    runs.write_json(
-      path.with_suffix('.json'),
-      {
-        'made_from': made_from,
-        'content': texts.fingerprint(text),
-        **measured,
-        'versions': runs.versions(),
-      },
-    )
+    texts.save_made(path, text, made_from, measured)
     # Of a generation that was written twice only the last is on record.
     with logs.Logger(self._log, step=since - 1) as logger:
       logger.write(since, **measured)
@@ -264,27 +255,3 @@ class Written:
 def _in_its_place(x: Any) -> jax.Array:
   x = jnp.asarray(x)
   return jax.device_put(x, x.sharding)
-
-
-def _load_made(path: Path, made_from: Mapping[str, Any]) -> texts.Text:
-  """Loads text if it was made from that, as far as it is given.
-
-  Raises:
-    OSError: there is none.
-    ValueError: it is damaged, or made from something else.
-  """
-  record = runs.read_json(path.with_suffix('.json'))
-  text = texts.load(path)
-  # The record may be that of an earlier file, if a kill came between the two.
-  if record['content'] != texts.fingerprint(text):
-    raise ValueError(f'{path} is not what its record says')
-  old = dict(runs.leaves('', record['made_from']))
-  differ = [
-    f'{key[1:]}: {old.get(key, runs.ABSENT)} -> {value}'
-    for key, value in runs.leaves('', made_from)
-    if old.get(key, runs.ABSENT) != value
-  ]
-  if differ:
-    what = '; '.join(differ)
-    raise ValueError(f'{path} was made from something else ({what})')
-  return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import files, generation, logs, verify
+from specjax import files, generation, logs, runs, verify
 from specjax.types import Drafter, Key, LanguageModel, Warp
 
 AT_ONCE = 64  # rows decoded together; what memory they take does not grow
@@ -134,6 +134,58 @@ def load(path: Path) -> Text:
     raise ValueError(
       f'{path} is damaged ({error}): delete it, it will be written again'
     ) from error
+
+
+def save_made(
+  path: Path,
+  text: Text,
+  made_from: Mapping[str, Any],
+  measured: Mapping[str, float],
+) -> None:
+  """Saves a text and, as JSON beside it, where it comes from.
+
+  Args:
+    path: of the text.
+    text: the text.
+    made_from: all that it depends on, JSON values.
+    measured: what it cost, for the record.
+  """
+  save(path, text)
+  record = {
+    'made_from': made_from,
+    'content': fingerprint(text),
+    **measured,
+    'versions': runs.versions(),
+  }
+  runs.write_json(path.with_suffix('.json'), record)
+
+
+def load_made(path: Path, made_from: Mapping[str, Any]) -> Text:
+  """Loads what `save_made` wrote if it was made from that.
+
+  Args:
+    path: of the text.
+    made_from: as it was given; a key that is left out may be anything.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: it is damaged, or made from something else.
+  """
+  record = runs.read_json(path.with_suffix('.json'))
+  text = load(path)
+  # The record may be that of an earlier file, if a kill came between the two.
+  if record['content'] != fingerprint(text):
+    raise ValueError(f'{path} is not what its record says')
+  old = dict(runs.leaves('', record['made_from']))
+  differ = [
+    f'{key[1:]}: {old.get(key, runs.ABSENT)} -> {value}'
+    for key, value in runs.leaves('', made_from)
+    if old.get(key, runs.ABSENT) != value
+  ]
+  if differ:
+    what = '; '.join(differ)
+    raise ValueError(f'{path} was made from something else ({what})')
+  return text
 
 
 def fingerprint(tree: Any) -> str:
