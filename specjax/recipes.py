@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
-from specjax import data, distill, losses, runs, training, warps
+from specjax import data, distill, losses, optimizing, runs, training, warps
 from specjax.checkpoint import Checkpoints
 from specjax.types import Array, LanguageModel, Trainable
 from specjax.workspace import Workspace
@@ -74,6 +75,26 @@ def refuse_other_draft(
     runs.refuse_changes(folder, old, new, DRAFT_SECTIONS, flag)
 
 
+def optimization(
+  c: Mapping[str, Any], loss: Callable[..., Any], batch: int
+) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+  """The optimiser and the step that `pretrain` or `distill` of a run describes.
+
+  Args:
+    c: the section.
+    loss: what is minimised.
+    batch: which of its arguments after the model has the batch.
+  """
+  tx = optimizing.optimizer(
+    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
+  )
+  # Runs that were made before these could be chosen do not name them.
+  accumulate, dtype = c.get('accumulate', 1), c.get('dtype', 'float32')
+  return tx, optimizing.make_step(
+    loss, tx, batch=batch, accumulate=accumulate, dtype=dtype
+  )
+
+
 def distil(
   workspace: Workspace, target: LanguageModel, name: str
 ) -> dict[str, float]:
@@ -89,22 +110,19 @@ def distil(
   """
   c = workspace.config['distill']
   weights = distill.objective(workspace.config['loss']['kl_weight'])
-  tx = distill.optimizer(
-    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
-  )
-  update = jax.jit(
-    distill.make_step(loss(workspace.config), tx), donate_argnums=0
-  )
+  tx, step = optimization(c, loss(workspace.config), batch=1)
+  update = jax.jit(step, donate_argnums=0)
   evaluate = functools.partial(
     measure,
     compiled=jax.jit(distill.measure, static_argnums=3),
     target=target,
     workspace=workspace,
   )
+  batches = data.Batches(workspace.windows('train'), c['batch'], c['seed'])
   training.fit(
-    distill.init(workspace.new_drafter(c['seed']), tx),
+    optimizing.init(workspace.new_drafter(c['seed']), tx),
     lambda state, batch: update(state, target, batch, weights),
-    data.Batches(workspace.windows('train'), c['batch'], c['seed']),
+    lambda i, model: batches[i],
     evaluate,
     steps=c['steps'],
     every=c['eval_every'],
@@ -121,6 +139,7 @@ def distil(
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    patience=c.get('patience', 0),
   )
   return evaluate(workspace.drafter(name))
 

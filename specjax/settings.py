@@ -11,11 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import draft_length, drafters, losses, runs, verify
+from specjax import draft_length, drafters, losses, products, runs, verify
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
 _LEAST = {
+  'accumulate': 1,
   'batch': 1,
   'batches': 1,
   'controlled_k': 1,
@@ -30,6 +31,7 @@ _LEAST = {
   'lookahead': 0,
   'max_new_tokens': 1,
   'others': 1,
+  'patience': 0,
   'prompt_length': 1,
   'prompts': 1,
   'repeats': 1,
@@ -76,12 +78,8 @@ def check(config: Mapping[str, Any]) -> None:
       if wanted:
         raise ValueError(f'{path} is {one}: it must be {wanted}')
   for section in ('pretrain', 'distill'):
-    training = config.get(section, {})
-    if training and training['warmup'] >= training['steps']:
-      raise ValueError(
-        f'{section}.warmup is {training["warmup"]}: it must be less than'
-        f' {section}.steps, which is {training["steps"]}'
-      )
+    if config.get(section):
+      _check_training(section, config[section])
   if 'target' in config:
     TransformerConfig(vocab_size=2, **config['target'])
   if 'draft' in config:
@@ -93,6 +91,26 @@ def check(config: Mapping[str, Any]) -> None:
     losses.find(config['loss']['divergence'])
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
+
+
+def _check_training(section: str, training: Mapping[str, Any]) -> None:
+  """Refuses a training that could not be done."""
+  if training['warmup'] >= training['steps']:
+    raise ValueError(
+      f'{section}.warmup is {training["warmup"]}: it must be less than'
+      f' {section}.steps, which is {training["steps"]}'
+    )
+  parts = training.get('accumulate', 1)
+  if training['batch'] % parts:
+    raise ValueError(
+      f'{section}.batch is {training["batch"]}: it must be a multiple of'
+      f' {section}.accumulate, which is {parts}'
+    )
+  dtype = training.get('dtype', 'float32')
+  if dtype not in products.DTYPES:
+    raise ValueError(
+      f'{section}.dtype is {dtype!r}: use {" or ".join(products.DTYPES)}'
+    )
 
 
 def _check_draft_lengths(config: Mapping[str, Any]) -> None:
