@@ -108,7 +108,7 @@ def make_step(
       after the other in the one program. What a loss keeps for its gradient
       then takes that part of the memory, and the sum of the gradients takes one
       copy of the parameters more.
-    dtype: of the factors of matrix products, forward and backward, in the loss's
+    dtype: of the factors of matrix products, forward and backward, in a loss's
       other models too; see `products`. Parameters, gradients, the optimiser and
       every sum are float32 all the same.
 

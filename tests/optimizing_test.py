@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import nnx
 
 from specjax import distill, optimizing
@@ -10,6 +11,8 @@ from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch
 
 V, B, T = 7, 4, 45
+# What a CPU would otherwise reorder so as to do more at a time.
+SPARING = {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}
 
 
 def transformer(seed=0, layers=1, **more):
@@ -30,7 +33,7 @@ def moved(tx, batch, model=None, **options):
   """The model after a step, less the model before it; and the scalars."""
   step = optimizing.make_step(distill.language_loss, tx, **options)
   state = optimizing.init(model or transformer(), tx)
-  after, scalars = jax.jit(step)(state, batch)
+  after, scalars = toys.jit(step)(state, batch)
   return jax.tree.map(jnp.subtract, after.model, state.model), scalars
 
 
@@ -73,7 +76,19 @@ def scratch(model, **options):
   tx = optax.sgd(1.0)
   step = optimizing.make_step(distill.language_loss, tx, **options)
   lowered = jax.jit(step).lower(optimizing.init(model, tx), windows(rows=32))
-  return lowered.compile().memory_analysis().temp_size_in_bytes
+  compiled = lowered.compile(toys.QUICK | SPARING)
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def kept(model):
+  """Bytes that a loss keeps for its gradient."""
+  batch = windows(rows=32)
+
+  def gradient(model):
+    return jax.vjp(lambda m: distill.language_loss(m, batch)[0], model)[1]
+
+  leaves = jax.tree.leaves(jax.eval_shape(gradient, model))
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def test_micro_batches_take_less_memory():
@@ -82,12 +97,13 @@ def test_micro_batches_take_less_memory():
 
 
 def test_layers_computed_again_give_the_same_gradient_in_less_memory():
-  plain, again = (transformer(layers=6, remat=remat) for remat in (False, True))
+  plain, again = (transformer(layers=4, remat=remat) for remat in (False, True))
   sgd, batch = optax.sgd(1.0), windows()
   a, b = moved(sgd, batch, plain)[0], moved(sgd, batch, again)[0]
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-  assert scratch(again) < scratch(plain) / 2
+  assert kept(again) < kept(plain) / 10
+  assert scratch(again) < 0.8 * scratch(plain)
 
 
 def test_bfloat16_products_leave_float32_parameters():
@@ -114,7 +130,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
 
 
 @pytest.mark.parametrize(
-  'slope, rate', [(jnp.inf, 1.0), (jnp.nan, 1.0), (1e10, 1e30)]
+  'slope, rate', [(jnp.inf, 1.0), (jnp.nan, 1.0), (1e15, 1e10)]
 )
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(slope, rate):
   """An infinite loss, a NaN, and an update that overflows."""
@@ -122,7 +138,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(slope, rate):
   step = jax.jit(
     optimizing.make_step(lambda x, a: (jnp.sum(a * x), jnp.ones(())), tx)
   )
-  good, scalars = step(optimizing.init(jnp.ones(3), tx), 1e-30)
+  good, scalars = step(optimizing.init(jnp.ones(3), tx), 1e-10)
   assert good.step == 1 and np.isfinite(list(scalars.values())).all()
   after, scalars = step(good, slope)
   same(after, good)
