@@ -85,13 +85,12 @@ def optimization(
     loss: what is minimised.
     batch: which of its arguments after the model has the batch.
   """
+  c = {**runs.LATER, **c}
   tx = optimizing.optimizer(
     c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
   )
-  # Runs that were made before these could be chosen do not name them.
-  accumulate, dtype = c.get('accumulate', 1), c.get('dtype', 'float32')
   return tx, optimizing.make_step(
-    loss, tx, batch=batch, accumulate=accumulate, dtype=dtype
+    loss, tx, batch=batch, accumulate=c['accumulate'], dtype=c['dtype']
   )
 
 
@@ -108,7 +107,7 @@ def distil(
   Returns:
     What `measure` says of the best of its checkpoints.
   """
-  c = workspace.config['distill']
+  c = {**runs.LATER, **workspace.config['distill']}
   weights = distill.objective(workspace.config['loss']['kl_weight'])
   tx, step = optimization(c, loss(workspace.config), batch=1)
   update = jax.jit(step, donate_argnums=0)
@@ -139,7 +138,7 @@ def distil(
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
-    patience=c.get('patience', 0),
+    patience=c['patience'],
   )
   return evaluate(workspace.drafter(name))
 

@@ -95,21 +95,21 @@ def check(config: Mapping[str, Any]) -> None:
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:
   """Refuses a training that could not be done."""
+  training = {**runs.LATER, **training}
   if training['warmup'] >= training['steps']:
     raise ValueError(
       f'{section}.warmup is {training["warmup"]}: it must be less than'
       f' {section}.steps, which is {training["steps"]}'
     )
-  parts = training.get('accumulate', 1)
-  if training['batch'] % parts:
+  if training['batch'] % training['accumulate']:
     raise ValueError(
       f'{section}.batch is {training["batch"]}: it must be a multiple of'
-      f' {section}.accumulate, which is {parts}'
+      f' {section}.accumulate, which is {training["accumulate"]}'
     )
-  dtype = training.get('dtype', 'float32')
-  if dtype not in products.DTYPES:
+  if training['dtype'] not in products.DTYPES:
     raise ValueError(
-      f'{section}.dtype is {dtype!r}: use {" or ".join(products.DTYPES)}'
+      f'{section}.dtype is {training["dtype"]!r}: use'
+      f' {" or ".join(products.DTYPES)}'
     )
 
 
