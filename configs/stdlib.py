@@ -30,6 +30,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   target.kv_heads = 2  # a quarter of the cache to read at every step
   target.hidden = 1536  # 20 M parameters in all: 81 MB, more than a CPU caches
   target.dtype = 'float32'  # exact under speculation; bfloat16 flips near-ties
+  target.remat = False  # True: training keeps less, and computes a third more
 
   config.draft = config_dict.ConfigDict()
   config.draft.drafter = 'model'  # a file of specjax/drafters
@@ -40,10 +41,13 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   draft.kv_heads = 2
   draft.hidden = 344
   draft.dtype = 'float32'
+  draft.remat = False
 
   config.pretrain = pretrain = config_dict.ConfigDict()
   pretrain.steps = 480  # under one pass: there is no time to overfit
   pretrain.batch = 2  # small: many updates matter most in a short run
+  pretrain.accumulate = 1  # parts of a batch, in turns: saves memory
+  pretrain.dtype = 'float32'  # or bfloat16: of the factors of products
   pretrain.learning_rate = 1e-3
   pretrain.warmup = 48  # a tenth; then a cosine to zero
   pretrain.weight_decay = 0.1
@@ -55,11 +59,14 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.distill = distill = config_dict.ConfigDict()
   distill.steps = 240
   distill.batch = 4
+  distill.accumulate = 1
+  distill.dtype = 'float32'  # or bfloat16, for the target too
   distill.learning_rate = 4e-3  # a small model bears a higher one
   distill.warmup = 24
   distill.weight_decay = 0.0  # too small to overfit
   distill.clip = 1.0
   distill.eval_every = 120
+  distill.patience = 0  # evaluations without a gain before it stops; 0: never
   distill.seed = 1
 
   config.loss = loss = config_dict.ConfigDict()

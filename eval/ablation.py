@@ -21,7 +21,9 @@ from specjax import (
   distill,
   experiment,
   metrics,
+  optimizing,
   plots,
+  recipes,
   runs,
   training,
   warps,
@@ -61,16 +63,12 @@ def train(workspace: Workspace, target, weights, objectives, seed):
   """Trains `[P]` drafts at once; returns them and their measurements `[P]`."""
   c, decode = workspace.config['distill'], workspace.config['decode']
   name = f'seed{seed}'
-  tx = distill.optimizer(
-    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
-  )
+  tx, update = recipes.optimization(c, distill.distill_loss, batch=1)
   drafters = stack([workspace.new_drafter(c['seed'] + seed)] * len(weights))
-  state = jax.vmap(lambda model: distill.init(model, tx))(drafters)
+  state = jax.vmap(lambda model: optimizing.init(model, tx))(drafters)
   # The target and the batch are not mapped, so they are computed on once.
   update = jax.jit(
-    jax.vmap(
-      distill.make_step(distill.distill_loss, tx), in_axes=(0, None, None, 0)
-    ),
+    jax.vmap(update, in_axes=(0, None, None, 0)),
     donate_argnums=0,
   )
   measure = jax.jit(
@@ -103,10 +101,13 @@ def train(workspace: Workspace, target, weights, objectives, seed):
     }
 
   config = {key: workspace.config[key] for key in OWN}
+  batches = data.Batches(
+    workspace.windows('train'), c['batch'], c['seed'] + seed
+  )
   state = training.fit(
     state,
     step,
-    data.Batches(workspace.windows('train'), c['batch'], c['seed'] + seed),
+    lambda i, model: batches[i],
     evaluate,
     steps=c['steps'],
     every=c['eval_every'],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import trees
+from specjax import products, trees
 from specjax.types import Array
 
 
@@ -108,6 +108,9 @@ def _softmax(scores: Array, values: Array) -> Array:
 
 def _dot(left: Array, right: Array, i: int, j: int) -> Array:
   """Contracts axes i and j, batched over the first two; float32 sums."""
+  if products.rounded():
+    terms = 'bhqd,bhkd->bhqk' if j == 3 else 'bhqk,bhkd->bhqd'
+    return products.product(terms, left, right)
   return jax.lax.dot_general(
     left.astype(right.dtype),
     right,

@@ -10,11 +10,12 @@ Orbax by itself casts a different dtype without a word.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +37,15 @@ class Checkpoints:
   def __init__(self, directory: str | Path):
     """Opens a folder, which need not exist before the first save."""
     self.directory = Path(directory).absolute()
+    self._writing = None  # the step that is being written, and its end
+
+  def __enter__(self) -> Checkpoints:
+    """Opens nothing."""
+    return self
+
+  def __exit__(self, *_) -> None:
+    """Waits for what is being written."""
+    self.wait()
 
   def steps(self) -> list[int]:
     """Steps that were saved completely, in order."""
@@ -48,13 +58,17 @@ class Checkpoints:
 
   def best(self) -> int | None:
     """The step with the highest score, the newest where none has a score."""
-    scores = {step: self._record(step)['score'] for step in self.steps()}
+    scores = {step: self.score(step) for step in self.steps()}
     scored = {step: s for step, s in scores.items() if s is not None}
     return max(scored, key=scored.get) if scored else self.latest()
 
   def meta(self, step: int) -> dict[str, Any]:
     """The JSON record that was saved with a step."""
     return self._record(step)['meta']
+
+  def score(self, step: int) -> float | None:
+    """The score that was saved with a step, None where it had none."""
+    return self._record(step)['score']
 
   def save(
     self,
@@ -63,10 +77,22 @@ class Checkpoints:
     meta: Mapping[str, Any] | None = None,
     score: float | None = None,
   ) -> None:
-    """Saves a step and removes those that are neither newest nor best.
+    """Saves a step as `save_async` does, and waits for it."""
+    self.save_async(step, items, meta, score)
+    self.wait()
 
-    A step that is there already is left alone: within a run it is a function
-    of its number.
+  def save_async(
+    self,
+    step: int,
+    items: Mapping[str, Any],
+    meta: Mapping[str, Any] | None = None,
+    score: float | None = None,
+  ) -> None:
+    """Begins to save a step; removes what is then neither newest nor best.
+
+    It waits for the save before, and for this one only until the arrays are
+    copied: their buffers may be donated when it returns. A step that is there
+    already is left alone: within a run it is a function of its number.
 
     Args:
       step: the number of updates made.
@@ -74,7 +100,12 @@ class Checkpoints:
       meta: what else a resumed run needs, as JSON: configuration, position in
         the data, metrics.
       score: higher is better; None or NaN is never the best.
+
+    Raises:
+      OSError: this save or the one before failed, as on a full disk; the
+        checkpoints that were there are intact.
     """
+    self.wait()
     if step in self.steps():
       return
     for kind in ('orbax-checkpoint-tmp', 'deleted'):
@@ -87,7 +118,23 @@ class Checkpoints:
       'layout': {name: _layout(leaves) for name, leaves in flat.items()},
     }
     path = self.directory / str(step)
-    ocp.save_checkpointables(path, flat, custom_metadata=record)
+    with self._failing(step):
+      response = ocp.save_checkpointables_async(
+        path, flat, custom_metadata=record
+      )
+    self._writing = step, response
+
+  def wait(self) -> None:
+    """Waits for the save that was begun, if any.
+
+    Raises:
+      OSError: it failed.
+    """
+    if self._writing is None:
+      return
+    (step, response), self._writing = self._writing, None
+    with self._failing(step):
+      response.result()
     for old in set(self.steps()) - {self.latest(), self.best()}:
       # Renamed first: half of a deleted checkpoint must not look like one.
       gone = self.directory / f'{old}.deleted'
@@ -129,6 +176,18 @@ class Checkpoints:
       name: jax.tree.unflatten(tree, [loaded[name][k] for k in flat[name]])
       for name, tree in trees.items()
     }
+
+  @contextlib.contextmanager
+  def _failing(self, step: int) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:  # of Orbax, TensorStore or the system
+      kept = ', '.join(map(str, self.steps())) or 'none'
+      raise OSError(
+        f'{self.directory / str(step)} could not be written ({_reason(error)});'
+        f' checkpoints that are intact: {kept}. With room on the disk the same'
+        ' command goes on from the newest'
+      ) from error
 
   def _record(self, step: int) -> dict[str, Any]:
     path = self.directory / str(step)
@@ -235,8 +294,12 @@ def _check_layout(path: Path, item: str, saved: dict, wanted: dict) -> None:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-  reason = (str(error).strip() or type(error).__name__).splitlines()[0]
   return (
-    f'{path} is damaged ({reason[:120]}); remove that folder to go on from an '
-    'earlier checkpoint'
+    f'{path} is damaged ({_reason(error)}); remove that folder to go on from'
+    ' an earlier checkpoint'
   )
+
+
+def _reason(error: Exception) -> str:
+  lines = (str(error).strip() or type(error).__name__).splitlines()
+  return lines[0][:120]

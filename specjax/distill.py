@@ -1,4 +1,4 @@
-"""Training: what is minimised, and one pure step of it.
+"""Distillation: what is minimised, and what is measured.
 
 The draft is trained to minimise `CE(labels) + λ D(p, q)`, D a divergence of
 `losses`, KL(p || q) by default. The weights are scaled to sum to one, so that
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from specjax import losses, metrics
 from specjax.types import Array, Batch, LanguageModel, Trainable, Warp
@@ -53,108 +52,6 @@ def objective(kl_weight: float) -> Objective:
     )
   ce = 1 / (1 + kl_weight)
   return Objective(ce, 1 - ce)
-
-
-class TrainState(NamedTuple):
-  """What a step carries.
-
-  Attributes:
-    model: a pytree; all of it is trained.
-    opt: the optimiser's state.
-    step: int32 scalar, updates made.
-  """
-
-  model: Any
-  opt: Any
-  step: Array
-
-
-def optimizer(
-  learning_rate: float,
-  steps: int,
-  warmup: int,
-  weight_decay: float = 0.0,
-  clip: float = 1.0,
-) -> optax.GradientTransformation:
-  """AdamW with a linear warm-up and a cosine to zero.
-
-  Args:
-    learning_rate: its peak.
-    steps: updates in all.
-    warmup: of which these are warm-up.
-    weight_decay: of matrices only, not of norms.
-    clip: largest norm of a gradient.
-
-  Raises:
-    ValueError: if the warm-up is longer than the training.
-  """
-  if not 0 <= warmup < steps:
-    raise ValueError(
-      f'warmup is {warmup}, of {steps} steps: it must be shorter'
-    )
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, learning_rate, warmup, steps
-  )
-  matrices = functools.partial(jax.tree.map, lambda leaf: jnp.ndim(leaf) > 1)
-  return optax.chain(
-    optax.clip_by_global_norm(clip),
-    # A short memory of squared gradients, as for short runs.
-    optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=matrices),
-  )
-
-
-def init(model: Any, tx: optax.GradientTransformation) -> TrainState:
-  """The state before the first step.
-
-  Raises:
-    ValueError: if a parameter is of low precision, in which small updates
-      would be lost.
-  """
-  # Strong types, as they are after a step: else the step compiles twice.
-  model = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), model)
-  low = {str(x.dtype) for x in jax.tree.leaves(model)} - {'float32'}
-  if low:
-    raise ValueError(
-      f'parameters of type {", ".join(sorted(low))} cannot be trained: set'
-      " dtype to 'float32'"
-    )
-  return TrainState(model, tx.init(model), jnp.zeros((), jnp.int32))
-
-
-def make_step(
-  loss: Callable[..., tuple[Array, Array]],
-  tx: optax.GradientTransformation,
-) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-  """Makes one update of a loss.
-
-  Args:
-    loss: `loss(model, *args)` returns the two numbers of a mean over tokens,
-      their weighted sum and their weight.
-    tx: the optimiser.
-
-  Returns:
-    `step(state, *args) -> (state, metrics)`, to be jitted or mapped.
-  """
-
-  def mean(model, *args):
-    total, weight = loss(model, *args)
-    # A batch without a counted token has no loss, and no NaN either.
-    return total / jnp.maximum(weight, 1.0), weight
-
-  def step(state, *args):
-    (value, weight), grads = jax.value_and_grad(mean, has_aux=True)(
-      state.model, *args
-    )
-    updates, opt = tx.update(grads, state.opt, state.model)
-    model = optax.apply_updates(state.model, updates)
-    scalars = {
-      'loss': value,
-      'gradient_norm': optax.tree.norm(grads),
-      'tokens': weight,
-    }
-    return TrainState(model, opt, state.step + 1), scalars
-
-  return step
 
 
 def language_loss(model: LanguageModel, batch: Batch) -> tuple[Array, Array]:

@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
-from specjax import data, distill, losses, runs, sources, training, warps
+from specjax import (
+  data,
+  distill,
+  losses,
+  optimizing,
+  runs,
+  sources,
+  training,
+  warps,
+)
 from specjax.checkpoint import Checkpoints
 from specjax.types import Array, Batch, LanguageModel, Trainable
 from specjax.workspace import Workspace
@@ -86,6 +96,25 @@ def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
+def optimization(
+  c: Mapping[str, Any], loss: Callable[..., Any], batch: int
+) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+  """The optimiser and the step that `pretrain` or `distill` of a run describes.
+
+  Args:
+    c: the section.
+    loss: what is minimised.
+    batch: which of its arguments after the model has the batch.
+  """
+  c = {**runs.LATER, **c}
+  tx = optimizing.optimizer(
+    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
+  )
+  return tx, optimizing.make_step(
+    loss, tx, batch=batch, accumulate=c['accumulate'], dtype=c['dtype']
+  )
+
+
 def distil(
   workspace: Workspace, target: LanguageModel, name: str
 ) -> dict[str, float]:
@@ -99,14 +128,10 @@ def distil(
   Returns:
     What `measure` says of the best of its checkpoints.
   """
-  c = workspace.config['distill']
+  c = {**runs.LATER, **workspace.config['distill']}
   weights = distill.objective(workspace.config['loss']['kl_weight'])
-  tx = distill.optimizer(
-    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
-  )
-  update = jax.jit(
-    distill.make_step(loss(workspace.config), tx), donate_argnums=0
-  )
+  tx, step = optimization(c, loss(workspace.config), batch=1)
+  update = jax.jit(step, donate_argnums=0)
   evaluate = functools.partial(
     measure,
     compiled=jax.jit(distill.measure, static_argnums=3),
@@ -114,7 +139,7 @@ def distil(
     workspace=workspace,
   )
   training.fit(
-    distill.init(workspace.new_drafter(c['seed']), tx),
+    optimizing.init(workspace.new_drafter(c['seed']), tx),
     lambda state, batch: update(state, target, batch, weights),
     batches(workspace, target, name),
     evaluate,
@@ -130,6 +155,7 @@ def distil(
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    patience=c['patience'],
   )
   return evaluate(workspace.drafter(name))
 

@@ -20,6 +20,9 @@ from specjax import files
 Path = pathlib.Path
 
 ABSENT = '(absent)'
+# What a run did that was made before its page had these, by the last part of
+# the name.
+LATER = {'accumulate': 1, 'dtype': 'float32', 'patience': 0, 'remat': False}
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -142,7 +145,8 @@ def refuse_changes(
     before = dict(leaves(section, old.get(section, {})))
     after = dict(leaves(section, new.get(section, {})))
     for key in sorted({*before, *after}):
-      pair = before.get(key, ABSENT), after.get(key, ABSENT)
+      absent = LATER.get(key.rpartition('.')[-1], ABSENT)
+      pair = before.get(key, absent), after.get(key, absent)
       if pair[0] != pair[1]:
         changes.append(f'{key}: {pair[0]} -> {pair[1]}')
   if changes:

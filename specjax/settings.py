@@ -14,12 +14,21 @@ from typing import Any
 import jax
 from flax import nnx
 
-from specjax import draft_length, drafters, losses, runs, sources, verify
+from specjax import (
+  draft_length,
+  drafters,
+  losses,
+  products,
+  runs,
+  sources,
+  verify,
+)
 from specjax.drafters.model import ModelDrafter
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
 _LEAST = {
+  'accumulate': 1,
   'batch': 1,
   'batches': 1,
   'controlled_k': 1,
@@ -34,6 +43,7 @@ _LEAST = {
   'lookahead': 0,
   'max_new_tokens': 1,
   'others': 1,
+  'patience': 0,
   'prompt_length': 1,
   'prompts': 1,
   'refresh': 1,
@@ -81,12 +91,8 @@ def check(config: Mapping[str, Any]) -> None:
       if wanted:
         raise ValueError(f'{path} is {one}: it must be {wanted}')
   for section in ('pretrain', 'distill'):
-    training = config.get(section, {})
-    if training and training['warmup'] >= training['steps']:
-      raise ValueError(
-        f'{section}.warmup is {training["warmup"]}: it must be less than'
-        f' {section}.steps, which is {training["steps"]}'
-      )
+    if config.get(section):
+      _check_training(section, config[section])
   if 'target' in config:
     TransformerConfig(vocab_size=2, **config['target'])
   if 'draft' in config:
@@ -134,6 +140,26 @@ def _require_language_model(draft: Mapping[str, Any]) -> None:
     raise ValueError(
       f'draft.drafter is {draft["drafter"]!r}, which writes no text alone:'
       ' data.draft must be 0'
+    )
+
+
+def _check_training(section: str, training: Mapping[str, Any]) -> None:
+  """Refuses a training that could not be done."""
+  training = {**runs.LATER, **training}
+  if training['warmup'] >= training['steps']:
+    raise ValueError(
+      f'{section}.warmup is {training["warmup"]}: it must be less than'
+      f' {section}.steps, which is {training["steps"]}'
+    )
+  if training['batch'] % training['accumulate']:
+    raise ValueError(
+      f'{section}.batch is {training["batch"]}: it must be a multiple of'
+      f' {section}.accumulate, which is {training["accumulate"]}'
+    )
+  if training['dtype'] not in products.DTYPES:
+    raise ValueError(
+      f'{section}.dtype is {training["dtype"]!r}: use'
+      f' {" or ".join(products.DTYPES)}'
     )
 
 

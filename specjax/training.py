@@ -1,26 +1,30 @@
-"""The training loop: resume, step, evaluate, log, save."""
+"""The training loop: resume, step, evaluate, log, save, stop."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax import files
 from specjax.checkpoint import Checkpoints
-from specjax.distill import TrainState
 from specjax.logs import Logger, Progress
+from specjax.optimizing import TrainState
 from specjax.types import Batch
 
 LOG_EVERY = 10  # steps whose mean is logged
 
+Scalars = Mapping[str, Any]
+
 
 def fit(
   state: TrainState,
-  step: Callable[[TrainState, Batch], tuple[TrainState, Mapping[str, Any]]],
+  step: Callable[[TrainState, Batch], tuple[TrainState, Scalars]],
   batches: Callable[[int, Any], Batch],
   evaluate: Callable[[Any], Mapping[str, float]],
   *,
@@ -32,46 +36,55 @@ def fit(
   score: Callable[[Mapping[str, float]], float],
   show: Sequence[str] = (),
   tokens: int = 1,
+  patience: int = 0,
 ) -> TrainState:
   """Trains from the newest checkpoint, or from `state` where there is none.
 
-  Batch i is a function of i and of the model before it, so the number of the
-  next step is all the position there is, and a run that was killed goes on to
-  the same bits. The
-  scalars of the steps are logged as means over `LOG_EVERY` of them.
+  A batch is a function of the number of its step and of the model then, so that
+  number is all the position there is, in the data and in any stream of random
+  numbers; a run that was killed goes on to the same bits. The host looks at the
+  scalars of `LOG_EVERY` steps at a time, which are logged as means, and never
+  waits for a single step.
 
   Args:
     state: before the first step.
-    step: one update, compiled; it may donate its state.
-    batches: batch i, from i and the model before update i.
+    step: one update, compiled; it may donate its state. Where a scalar is not
+      finite it must leave the state as it was.
+    batches: maps the number of a step, from 0, and the model before it to its
+      batch.
     evaluate: scalars of a model on held-out text.
     steps: updates in all.
     every: updates between evaluations, each of which is logged and saved.
-    folder: of the checkpoints.
+    folder: of the checkpoints, which are written while the training goes on.
     log: of the scalars, without a suffix.
     meta: kept with every checkpoint.
     score: of the scalars; its highest value marks the best checkpoint.
     show: the scalars to show while it runs.
     tokens: in a batch, for the rate.
+    patience: evaluations in a row without a higher score after which it stops
+      early; 0 is never. The checkpoints tell, so that a run that was killed
+      stops where it would have.
 
   Returns:
     The state after the last step.
 
   Raises:
-    FloatingPointError: if the loss is not finite; the newest checkpoint is the
-      last good one.
+    FloatingPointError: if a loss, gradient or update is not finite; the message
+      names the step, and the newest checkpoint is the last good one.
+    OSError: if a checkpoint cannot be written; those before are intact.
     RuntimeError: if another process trains into the folder.
   """
-  checkpoints = Checkpoints(folder)
-  with files.alone(folder):
+  with files.alone(folder), Checkpoints(folder) as checkpoints:
     done = checkpoints.latest() or 0
     if done:
       saved = checkpoints.restore(
         done, {'model': state.model, 'opt': state.opt}
       )
       state = TrainState(**saved, step=state.step + done)
-    if done >= steps:
+    best = _Best(checkpoints)
+    if done >= steps or best.waited(done, every, patience):
       return state
+    speed = _Speed(tokens)
     with (
       Logger(log, step=done or -1) as logger,
       Progress(
@@ -85,26 +98,88 @@ def fit(
         due = (i + 1) % every == 0 or i + 1 == steps
         if not due and len(recent) < LOG_EVERY:
           continue
+        recent = jax.device_get(recent)
+        speed.add(len(recent))
+        _refuse_unsound(recent, i + 1, checkpoints)
         values = {
           name: float(np.mean([one[name] for one in recent]))
           for name in scalars
         }
         recent = []
-        if not math.isfinite(values['loss']):
-          raise FloatingPointError(
-            f'the loss is {values["loss"]} by step {i + 1}: lower the learning'
-            f' rate; {folder} keeps step {checkpoints.latest()}'
-          )
         if due:
           values.update(evaluate(state.model))
         logger.write(i + 1, **values)
         progress.show(**{k: values[k] for k in ('loss', *show) if k in values})
-        if not due:
-          continue
-        checkpoints.save(
-          i + 1,
-          {'model': state.model, 'opt': state.opt},
-          meta,
-          score=score(values),
-        )
+        if due:
+          items = {'model': state.model, 'opt': state.opt}
+          checkpoints.save_async(i + 1, items, meta, score=score(values))
+          best.see(i + 1, score(values))
+        speed.resume()
+        if i + 1 < steps and best.waited(i + 1, every, patience):
+          break
+    if i + 1 < steps:
+      print(
+        f'{log.name}: stopped at step {i + 1}, as no evaluation was better than'
+        f' that at {best.step} in {patience}'
+      )
+    if speed.steps:
+      print(f'{log.name}: {speed}')
     return state
+
+
+class _Best:
+  """The best score so far; `Checkpoints.best` finds the same one on disk."""
+
+  def __init__(self, checkpoints: Checkpoints):
+    self.step = checkpoints.best() or 0
+    self._score = checkpoints.score(self.step) if self.step else None
+
+  def see(self, step: int, score: float) -> None:
+    """Takes in an evaluation."""
+    if self._score is None or score > self._score:
+      self.step = step
+      self._score = None if math.isnan(score) else score
+
+  def waited(self, step: int, every: int, patience: int) -> bool:
+    """Whether there was none better in so many evaluations."""
+    return patience > 0 and step - self.step >= patience * every
+
+
+class _Speed:
+  """Tokens per second of the steps and their data, and of nothing else.
+
+  The first steps of a process are not counted, since they compile.
+  """
+
+  def __init__(self, tokens: int):
+    self.steps = 0
+    self._tokens, self._seconds, self._since = tokens, 0.0, None
+
+  def add(self, steps: int) -> None:
+    """Counts steps whose results are here."""
+    if self._since is not None:
+      self.steps += steps
+      self._seconds += time.monotonic() - self._since
+
+  def resume(self) -> None:
+    """Goes on after what is not to be counted."""
+    self._since = time.monotonic()
+
+  def __str__(self) -> str:
+    rate = self.steps * self._tokens / self._seconds
+    return f'{rate:,.0f} tokens per second, evaluations left out'
+
+
+def _refuse_unsound(
+  recent: Sequence[Scalars], last: int, checkpoints: Checkpoints
+) -> None:
+  """Stops at the first step that is not finite, of those up to `last`."""
+  for step, scalars in enumerate(recent, start=last - len(recent) + 1):
+    for name in ('loss', 'gradient_norm', 'update_norm'):
+      if name in scalars and not math.isfinite(scalars[name]):
+        checkpoints.wait()
+        kept = checkpoints.latest()
+        raise FloatingPointError(
+          f'{name} is {scalars[name]} at step {step}: lower the learning rate;'
+          f' {checkpoints.directory} keeps step {kept or "0, where it began"}'
+        )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -277,3 +278,40 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_one(tmp_path):
   assert folder.restore(1, {'x': jnp.zeros(4)})['x'].tolist() == [1] * 4
   folder.save(2, {'x': jnp.full(4, 2.0)})
   assert folder.restore(2, {'x': jnp.zeros(4)})['x'].tolist() == [2] * 4
+
+
+def test_what_is_being_written_may_be_overwritten(tmp_path):
+  """As a training step does that donates its state."""
+  next_ = jax.jit(lambda x: x * 1.5 + 1, donate_argnums=0)
+  x = next_(jnp.arange(2**22, dtype=jnp.float32))
+  wanted = np.array(x, copy=True)
+  with checkpoint.Checkpoints(tmp_path) as folder:
+    folder.save_async(1, {'x': x})
+    for _ in range(20):
+      x = next_(x)
+  saved = folder.restore(1, {'x': jax.ShapeDtypeStruct(x.shape, x.dtype)})
+  np.testing.assert_array_equal(saved['x'], wanted)
+  assert (np.asarray(x) != wanted).all()
+
+
+def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path):
+  x = jnp.arange(2**16, dtype=jnp.float32)
+  folder = checkpoint.Checkpoints(tmp_path)
+  folder.save(1, {'x': x})
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # No file may grow beyond this many bytes, which a write finds out like that
+  # a disk is full.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, limits[1]))
+  try:
+    folder.save_async(2, {'x': x + 1})
+    with pytest.raises(
+      OSError, match='2 could not be written.*intact: 1. '
+    ) as e:
+      folder.wait()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert '\n' not in str(e.value)
+  assert folder.steps() == [1]
+  same(folder.restore(1, {'x': x})['x'], x)
+  folder.save(2, {'x': x + 1})
+  same(folder.restore(2, {'x': x})['x'], x + 1)

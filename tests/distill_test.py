@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from specjax import distill, losses, recipes, warps
+from specjax import distill, losses, optimizing, recipes, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -220,20 +220,6 @@ def test_padding_changes_neither_loss_nor_gradient():
     np.testing.assert_array_equal(a, b)
 
 
-def test_a_batch_without_a_counted_token_leaves_the_model_as_it_is():
-  tx = optax.sgd(1.0)
-  step = jax.jit(distill.make_step(distill.language_loss, tx))
-  state = distill.init(transformer(1), tx)
-  batch = windows()
-  empty = batch._replace(weight=jnp.zeros_like(batch.weight))
-  after, scalars = step(state, empty)
-  assert scalars['loss'] == 0 and scalars['tokens'] == 0
-  for a, b in zip(
-    jax.tree.leaves(state.model), jax.tree.leaves(after.model), strict=True
-  ):
-    np.testing.assert_array_equal(a, b)
-
-
 def largest(loss, rows, length, vocab):
   """Elements of the largest array in the compiled gradient of a loss."""
 
@@ -273,9 +259,9 @@ def test_without_recomputation_all_logits_would_be_kept(monkeypatch):
 
 
 def test_every_kl_weight_runs_the_same_program():
-  tx = distill.optimizer(1e-2, 10, 1)
-  step = jax.jit(distill.make_step(distill.distill_loss, tx))
-  state = distill.init(ModelDrafter(transformer(1), 1), tx)
+  tx = optimizing.optimizer(1e-2, 10, 1)
+  step = jax.jit(optimizing.make_step(distill.distill_loss, tx))
+  state = optimizing.init(ModelDrafter(transformer(1), 1), tx)
   for weight in (0.0, 0.3, float('inf')):
     step(state, markov(0), windows(), distill.objective(weight))
   assert step._cache_size() == 1
@@ -304,18 +290,18 @@ def test_students_share_one_pass_of_the_target():
 
 
 def test_students_trained_together_are_those_trained_alone():
-  tx = distill.optimizer(1e-2, 10, 1)
-  step = distill.make_step(distill.distill_loss, tx)
+  tx = optimizing.optimizer(1e-2, 10, 1)
+  step = optimizing.make_step(distill.distill_loss, tx)
   target = markov(0)
   drafters = [ModelDrafter(transformer(seed), 1) for seed in (1, 2)]
   goals = [distill.objective(weight) for weight in (0.0, float('inf'))]
   together = jax.jit(jax.vmap(step, in_axes=(0, None, None, 0)))
-  state = jax.vmap(lambda model: distill.init(model, tx))(stack(drafters))
+  state = jax.vmap(lambda model: optimizing.init(model, tx))(stack(drafters))
   for i in range(3):
     state, _ = together(state, target, windows(i), stack(goals))
   alone = jax.jit(step)
   for i, (drafter, goal) in enumerate(zip(drafters, goals, strict=True)):
-    single = distill.init(drafter, tx)
+    single = optimizing.init(drafter, tx)
     for j in range(3):
       single, _ = alone(single, target, windows(j), goal)
     for a, b in zip(
@@ -328,9 +314,9 @@ def test_distilling_teaches_the_target_and_measure_sees_it():
   """A table can learn a table exactly, so acceptance must go to one."""
   target, drafter = markov(0), ModelDrafter(markov(1), 1)
   tx = optax.adam(0.1)
-  step = jax.jit(distill.make_step(distill.distill_loss, tx))
+  step = jax.jit(optimizing.make_step(distill.distill_loss, tx))
   measure = jax.jit(distill.measure, static_argnums=3)
-  state = distill.init(drafter, tx)
+  state = optimizing.init(drafter, tx)
   warp, batch = warps.temperature(0.7), windows()
 
   def measured(drafter):
@@ -431,32 +417,6 @@ def test_drafts_measured_together_are_those_measured_alone():
     assert alone.keys() == together.keys()
     for name, value in alone.items():
       np.testing.assert_allclose(together[name][i], value, rtol=1e-5)
-
-
-def test_only_matrices_decay():
-  tx = distill.optimizer(0.1, 20, 0, weight_decay=0.1)
-  params = {'matrix': jnp.ones((2, 2)), 'norm': jnp.ones(2)}
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  updates, _ = tx.update(zeros, tx.init(params), params)
-  assert updates['norm'].tolist() == [0, 0]
-  assert float(updates['matrix'][0, 0]) == pytest.approx(-0.01)
-
-
-def test_the_rate_warms_up_and_falls_to_zero():
-  tx = distill.optimizer(1e-3, 100, 10)
-  params = {'matrix': jnp.ones((1, 1))}
-  state, rates = tx.init(params), []
-  for _ in range(101):
-    # Adam's update for a constant gradient is the rate itself.
-    updates, state = tx.update(params, state, params)
-    rates.append(-float(updates['matrix'][0, 0]))
-  assert rates[0] == 0
-  assert rates[5] == pytest.approx(5e-4, rel=1e-3)
-  assert rates[10] == pytest.approx(1e-3, rel=1e-3)
-  assert rates[55] == pytest.approx(5e-4, rel=1e-3)
-  assert rates[100] == pytest.approx(0, abs=1e-9)
-  with pytest.raises(ValueError, match='warmup is 100'):
-    distill.optimizer(1e-3, 100, 100)
 
 
 def test_a_horizon_looks_further_ahead_within_its_document():

@@ -81,3 +81,12 @@ def test_the_machine_is_described():
   assert {'python', 'jax', 'flax'} <= set(runs.versions())
   assert runs.device()['count'] >= 1
   json.dumps([runs.device(), runs.versions()])
+
+
+def test_a_run_that_is_older_than_a_key_did_what_the_key_says(tmp_path):
+  old, new = {'distill': {'steps': 4}}, {'distill': {'steps': 4, 'patience': 0}}
+  runs.refuse_changes(tmp_path, old, new, ['distill'])
+  runs.refuse_changes(tmp_path, new, old, ['distill'])
+  new['distill']['patience'] = 2
+  with pytest.raises(ValueError, match='distill.patience: 0 -> 2'):
+    runs.refuse_changes(tmp_path, old, new, ['distill'])

@@ -14,6 +14,7 @@ from specjax import (
   distill,
   generation,
   logs,
+  optimizing,
   sources,
   texts,
   training,
@@ -293,13 +294,13 @@ def test_all_generations_share_their_programs(tmp_path):
   )
 
 
-TX = distill.optimizer(0.1, 8, 1)
+TX = optimizing.optimizer(0.1, 8, 1)
 
 
 def train(folder, die_at=None):
   """Distils on all three sources; checkpoints lie between refreshes."""
   batches = mixture(folder / 'written')
-  update = jax.jit(distill.make_step(distill.distill_loss, TX))
+  update = jax.jit(optimizing.make_step(distill.distill_loss, TX))
   weights = distill.objective(1.0)
 
   def step(i, model):
@@ -308,7 +309,7 @@ def train(folder, die_at=None):
     return batches(i, model)
 
   state = training.fit(
-    distill.init(draft(), TX),
+    optimizing.init(draft(), TX),
     lambda state, batch: update(state, TARGET, Batch(*batch), weights),
     step,
     lambda model: {'score': 0.0},

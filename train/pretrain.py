@@ -11,8 +11,16 @@ import math
 import jax
 import numpy as np
 
-from specjax import data, distill, experiment, metrics, training
-from specjax.workspace import Workspace
+from specjax import (
+  data,
+  distill,
+  experiment,
+  metrics,
+  optimizing,
+  recipes,
+  training,
+)
+from specjax.workspace import TARGET, Workspace
 
 
 def main(config, folder):
@@ -30,18 +38,15 @@ def pretrain(workspace: Workspace):
     f' {len(held_out):,} held out; a unigram model of the tokens needs'
     f' {unigram(workspace):.3f} bits per byte'
   )
-  tx = distill.optimizer(
-    c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
-  )
+  tx, step = recipes.optimization(c, distill.language_loss, batch=0)
+  batches = data.Batches(windows, c['batch'], c['seed'])
   target = workspace.new_target(c['seed'])
   size = sum(leaf.size for leaf in jax.tree.leaves(target))
   print(f'target: {size:,} parameters')
-  step = jax.jit(distill.make_step(distill.language_loss, tx), donate_argnums=0)
-  batches = data.Batches(windows, c['batch'], c['seed'])
   training.fit(
-    distill.init(target, tx),
-    step,
-    lambda i, _: batches[i],
+    optimizing.init(target, tx),
+    jax.jit(step, donate_argnums=0),
+    lambda i, model: batches[i],
     functools.partial(evaluate, workspace=workspace),
     steps=c['steps'],
     every=c['eval_every'],
@@ -51,6 +56,7 @@ def pretrain(workspace: Workspace):
       'model': dict(workspace.config['target'])
       | {'vocab_size': workspace.tokenizer.vocab_size},
       'tokenizer': workspace.tokenizer.hash,
+      'config': {key: workspace.config[key] for key in TARGET},
     },
     score=lambda values: -values['nats'],
     show=('bits_per_byte',),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as caches
-from specjax import trees
+from specjax import products, trees
 from specjax.types import Array, Block, Output
 
 
@@ -36,6 +36,8 @@ class TransformerConfig:
     dtype: 'float32' or 'bfloat16', of weights and caches. The residual stream
       and every sum stay float32.
     norm_eps: added to the mean square.
+    remat: whether training keeps only what enters each layer, and computes the
+      rest again for the gradient: less memory, a third more work.
   """
 
   vocab_size: int
@@ -49,6 +51,7 @@ class TransformerConfig:
   tied: bool = True
   dtype: str = 'float32'
   norm_eps: float = 1e-5
+  remat: bool = False
 
   def __post_init__(self):
     """Refuses sizes that do not fit together."""
@@ -201,6 +204,10 @@ class Transformer(nnx.Module):
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
     head = head[...]
+    if products.rounded():
+      flat = features.reshape(-1, features.shape[-1])
+      logits = products.product('td,vd->tv', flat, head)
+      return logits.reshape(*features.shape[:-1], -1)
     return jax.lax.dot_general(
       features.astype(head.dtype),
       head,
@@ -214,9 +221,10 @@ class Transformer(nnx.Module):
     angles = positions[:, None, :, None] * frequencies
     x = self.embed(tokens)
     streams, rows = [x], []
+    call = jax.checkpoint(Layer.__call__) if c.remat else Layer.__call__
     for i, layer in enumerate(self.layers):
       cached, length = (cache.rows[i], cache.length) if cache else (None, None)
-      x, row = layer(x, angles, visible, cached, length)
+      x, row = call(layer, x, angles, visible, cached, length)
       streams.append(x)
       rows.append(row)
     features = _norm(x, self.norm[...], c.norm_eps)
@@ -242,6 +250,11 @@ def _rotate(x: Array, angles: Array) -> Array:
 
 def _dot(x: Array, weight: Array) -> Array:
   """Weights stay in their dtype (no conversion per call); sums are float32."""
+  if products.rounded():
+    flat = x.reshape(-1, x.shape[-1])
+    return products.product('td,df->tf', flat, weight).reshape(
+      *x.shape[:-1], -1
+    )
   return jax.lax.dot_general(
     x.astype(weight.dtype),
     weight,
