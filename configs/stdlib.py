@@ -95,6 +95,17 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   decode.max_new_tokens = 96
   decode.prompt_length = 32
 
+  # What the draft learns from: shares of the rows of a batch.
+  config.data = data = config_dict.ConfigDict()
+  data.corpus = 1.0  # text of the train split
+  data.target = 0.0  # its prompts, continued by the target (the draft drafts)
+  data.draft = 0.0  # or by the draft alone, on-policy
+  data.refresh = 60  # steps until they write anew, with the draft of that step
+  data.sequences = 128  # each; two fit in a window, 4 * 60 rows are read
+  data.prompt_length = 32  # as where it is measured
+  data.tokens = 96
+  data.temperature = decode.get_oneway_ref('temperature')  # unless it is given
+
   config.speedup = speedup = config_dict.ConfigDict()
   speedup.batches = (1, 4, 16)  # one reader, and where a pass is not free
   speedup.temperatures = (0.0, 1.0)  # share their programs
@@ -132,6 +143,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
       training.eval_every = 2
     validation.sequences, validation.prompt_length = 4, 4
     validation.tokens = 8
+    data.refresh, data.sequences = 2, 4
+    data.prompt_length, data.tokens = 4, 8
     decode.k, decode.max_new_tokens = 2, 8
     decode.prompt_length = 4
     speedup.batches, speedup.ks = (1, 2), (1, 2)

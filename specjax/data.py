@@ -9,6 +9,7 @@ from.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import grain
@@ -103,26 +104,45 @@ class Windows(Sequence[Batch]):
     return Batch(tokens, segments, _weight(segments))
 
 
+class Rows:
+  """An endless sequence of shuffled rows, reshuffled every epoch.
+
+  Row `i` is a function of the windows, the seed and `i` alone. Every window is
+  in each epoch exactly once.
+  """
+
+  def __init__(self, windows: Sequence[Batch], seed: int):
+    """Takes a source of rows `[T]`, such as `Windows`."""
+    source = grain.MapDataset.source(windows).seed(seed)
+    self._dataset = source.shuffle().repeat()
+
+  def __getitem__(self, index: int) -> Batch:
+    """Row `index`, counted from 0 over all epochs: arrays `[T]`."""
+    return self._dataset[index]
+
+
 class Batches:
-  """An endless sequence of shuffled batches, reshuffled every epoch.
+  """An endless sequence of batches of `Rows`.
 
-  Batch `i` is a function of the windows, the batch size, the seed and `i`
-  alone. The state of an iteration is therefore the number of the next batch:
-  keep that in a checkpoint, and continue from it.
-
-  Every window is in each epoch exactly once. Where the batch size does not
-  divide their number, a batch holds the end of one epoch and the start of the
+  The state of an iteration is the number of the next batch: keep that in a
+  checkpoint, and continue from it. Where the batch size does not divide the
+  number of windows, a batch holds the end of one epoch and the start of the
   next.
   """
 
   def __init__(self, windows: Sequence[Batch], batch_size: int, seed: int):
     """Takes a source of rows `[T]`, such as `Windows`."""
-    source = grain.MapDataset.source(windows).seed(seed)
-    self._dataset = source.shuffle().repeat().batch(batch_size)
+    self._rows, self._size = Rows(windows, seed), batch_size
 
   def __getitem__(self, index: int) -> Batch:
     """Batch `index`, counted from 0 over all epochs: arrays `[B, T]`."""
-    return self._dataset[index]
+    start = index * self._size
+    return stack([self._rows[i] for i in range(start, start + self._size)])
+
+
+def stack(rows: Sequence[Batch]) -> Batch:
+  """Rows `[T]` as a batch `[B, T]`."""
+  return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
 def in_order(windows: Sequence[Batch], batch_size: int) -> Iterator[Batch]:
@@ -141,7 +161,7 @@ def in_order(windows: Sequence[Batch], batch_size: int) -> Iterator[Batch]:
     rows = [windows[i] for i in range(start, stop)]
     blank = jax.tree.map(np.zeros_like, rows[0])
     rows += [blank] * (batch_size - len(rows))
-    yield jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+    yield stack(rows)
 
 
 def pad(
@@ -181,17 +201,55 @@ def pad(
   return Batch(tokens, segments, weight.astype(np.float32))
 
 
-def prompts(
-  ids: np.ndarray, eos_id: int, count: int, length: int, seed: int
-) -> np.ndarray:
-  """Takes prompts from documents that were held out.
+def pack(
+  sequences: Sequence[Sequence[int]],
+  prompt_lengths: Sequence[int],
+  length: int,
+) -> list[Batch]:
+  """Joins sequences into windows, as many into each as fit in their order.
 
   Args:
-    ids: `[N]` documents of a held-out split, each ended by `eos_id`.
+    sequences: lists of ids, each a prompt and its continuation.
+    prompt_lengths: tokens of each that were given and not generated.
+    length: `T`.
+
+  Returns:
+    Rows `[T]`, padded on the right. Every sequence is a segment of one row,
+    weighed as in `pad`.
+
+  Raises:
+    ValueError: a sequence is longer than `length` or shorter than its prompt.
+  """
+  each = pad(sequences, prompt_lengths, length)
+  rows, used, number = [], length, 0
+  for size, *own in zip(map(len, sequences), *each, strict=True):
+    if used + size > length:
+      rows.append(jax.tree.map(np.zeros_like, Batch(*own)))
+      used, number = 0, 0
+    number += 1
+    tokens, segments, weight = (x[:size] for x in own)
+    own = tokens, segments * number, weight
+    for x, values in zip(rows[-1], own, strict=True):
+      x[used : used + size] = values
+    used += size
+  return rows
+
+
+def prompts(
+  ids: np.ndarray,
+  eos_id: int,
+  count: int,
+  length: int,
+  seed: int | Sequence[int],
+) -> np.ndarray:
+  """Takes prompts from documents.
+
+  Args:
+    ids: `[N]` documents, each ended by `eos_id`.
     eos_id: where documents end.
     count: `B`.
     length: `T`.
-    seed: which documents are taken.
+    seed: which documents are taken; one number or several.
 
   Returns:
     `[B, T]` int32, no two of which overlap: the starts of documents drawn
@@ -206,11 +264,12 @@ def prompts(
   sizes = (ends - starts) // length
   order = np.random.default_rng(seed).permutation(len(starts))
   # All starts come before all second stretches.
-  taken = [
+  every = (
     starts[i] + depth * length
     for depth in range(max(sizes, default=0))
     for i in order[sizes[order] > depth]
-  ][:count]
+  )
+  taken = list(itertools.islice(every, count))
   if len(taken) < count:
     raise ValueError(
       f'{count} prompts of {length} tokens were asked for, but {len(starts)} '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -132,7 +133,7 @@ class Progress:
     self._start = self._printed = clock()
     self._first = None  # when the first step of this process was done, and how
     self._bar = None  # many there were then
-    console = rich.console.Console(file=self._file)
+    console = _console(getattr(self._file, 'rich_proxied_file', self._file))
     if console.is_terminal and not console.is_dumb_terminal:
       self._bar = rich.progress.Progress(
         rich.progress.TextColumn('{task.description}'),
@@ -202,6 +203,12 @@ class Progress:
     elif last or self._clock() - self._printed >= self._every:
       self._printed = self._clock()
       print(self._description, self.text(), file=self._file, flush=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _console(file: TextIO) -> rich.console.Console:
+  """One for a file, so that a bar within another is drawn below it."""
+  return rich.console.Console(file=file)
 
 
 def _minutes(seconds: float) -> str:

@@ -10,14 +10,23 @@ from typing import Any
 import jax
 import optax
 
-from specjax import data, distill, losses, optimizing, runs, training, warps
+from specjax import (
+  data,
+  distill,
+  losses,
+  optimizing,
+  runs,
+  sources,
+  training,
+  warps,
+)
 from specjax.checkpoint import Checkpoints
-from specjax.types import Array, LanguageModel, Trainable
+from specjax.types import Array, Batch, LanguageModel, Trainable
 from specjax.workspace import Workspace
 
 # What a draft was made from, beside its target. Validation too, or the scores
 # of its checkpoints could not be compared.
-DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'validation')
+DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'data', 'validation')
 
 # What runs that were made before a key of `loss` existed did without it.
 LOSS = {
@@ -70,9 +79,21 @@ def refuse_other_draft(
   drafts = Checkpoints(folder)
   if drafts.latest() is not None:
     old = drafts.meta(drafts.latest())['config']
-    old = {**old, 'loss': {**LOSS, 'temperature': 1.0, **old['loss']}}
-    new = {**config, 'loss': _loss_section(config)}
-    runs.refuse_changes(folder, old, new, DRAFT_SECTIONS, flag)
+    old = {
+      **old,
+      'loss': {**LOSS, 'temperature': 1.0, **old['loss']},
+      'data': _data_section(old),
+    }
+    runs.refuse_changes(folder, old, made_with(config), DRAFT_SECTIONS, flag)
+
+
+def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The sections that a draft depends on, for the record."""
+  return {
+    **{key: config[key] for key in DRAFT_SECTIONS if key in config},
+    'loss': _loss_section(config),
+    'data': _data_section(config),
+  }
 
 
 def optimization(
@@ -121,7 +142,7 @@ def distil(
   training.fit(
     optimizing.init(workspace.new_drafter(c['seed']), tx),
     lambda state, batch: update(state, target, batch, weights),
-    lambda i, model: batches[i],
+    batches(workspace, target, name),
     evaluate,
     steps=c['steps'],
     every=c['eval_every'],
@@ -130,10 +151,7 @@ def distil(
     meta={
       'model': workspace.draft_config,
       'tokenizer': workspace.tokenizer.hash,
-      'config': {
-        **{key: workspace.config[key] for key in DRAFT_SECTIONS},
-        'loss': _loss_section(workspace.config),
-      },
+      'config': made_with(workspace.config),
     },
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
@@ -141,6 +159,60 @@ def distil(
     patience=c['patience'],
   )
   return evaluate(workspace.drafter(name))
+
+
+def batches(
+  workspace: Workspace,
+  target: LanguageModel,
+  name: str,
+  seed: int | None = None,
+) -> Callable[[int, Trainable], Batch]:
+  """The batches of a draft's training, mixed as `config.data` says.
+
+  Args:
+    workspace: the run.
+    target: its target.
+    name: the draft's folder in the run; what is written for it is kept in
+      `written/<name>/`.
+    seed: of their order, prompts and draws; `distill.seed` by default.
+
+  Returns:
+    `batches(step, drafter)`, as `training.fit` takes it.
+  """
+  config = workspace.config
+  c, wanted = config['distill'], _data_section(config)
+  seed = c['seed'] if seed is None else seed
+
+  def written(source, by):
+    return sources.Written(
+      source,
+      by,
+      target,
+      # Never of what is held out: that is what the draft is measured on.
+      workspace.ids('train'),
+      workspace.tokenizer.eos_id,
+      sources.Writing(**{key: wanted[key] for key in sources.Writing._fields}),
+      window=config['corpus']['window'],
+      seed=seed,
+      folder=workspace.folder / 'written' / name,
+      log=workspace.folder / 'logs' / 'written' / name / source,
+      made_from={
+        'corpus': workspace.corpus.hash,
+        'tokenizer': workspace.tokenizer.hash,
+        'k': config['decode']['k'],
+        'config': made_with(config),
+      },
+    )
+
+  found = {'corpus': sources.Corpus(workspace.windows('train'), seed)}
+  for source, by in (
+    ('target', sources.by_target),
+    ('draft', sources.by_draft),
+  ):
+    if wanted[source]:
+      found[source] = written(source, by)
+  shares = [wanted[source] for source in found]
+  return sources.Mixture(list(found.values()), shares, c['batch'])
 
 
 def measure(
@@ -170,3 +242,9 @@ def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
   warped = c['at_decode_warp']
   temperature = config['decode']['temperature'] if warped else 1.0
   return {**c, 'temperature': temperature}
+
+
+def _data_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Where nothing is written, how it would be makes no difference."""
+  c = config.get('data', sources.CORPUS_ONLY)
+  return c if c['target'] or c['draft'] else sources.CORPUS_ONLY

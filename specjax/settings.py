@@ -11,7 +11,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import draft_length, drafters, losses, products, runs, verify
+import jax
+from flax import nnx
+
+from specjax import (
+  draft_length,
+  drafters,
+  losses,
+  products,
+  runs,
+  sources,
+  verify,
+)
+from specjax.drafters.model import ModelDrafter
 from specjax.models.transformer import TransformerConfig
 
 # The least value of what counts something, by the last part of its name.
@@ -34,6 +46,7 @@ _LEAST = {
   'patience': 0,
   'prompt_length': 1,
   'prompts': 1,
+  'refresh': 1,
   'repeats': 1,
   'seed': 0,
   'seeds': 1,
@@ -84,6 +97,8 @@ def check(config: Mapping[str, Any]) -> None:
     TransformerConfig(vocab_size=2, **config['target'])
   if 'draft' in config:
     drafters.find(config['draft']['drafter'])
+  if 'data' in config:
+    _check_data(config)
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])
   _check_draft_lengths(config)
@@ -91,6 +106,41 @@ def check(config: Mapping[str, Any]) -> None:
     losses.find(config['loss']['divergence'])
   if 'verify' in config.get('decode', {}):
     verify.find(config['decode']['verify'])
+
+
+def _check_data(config: Mapping[str, Any]) -> None:
+  """Refuses shares that are none, and text that cannot be written."""
+  wanted = config['data']
+  shares = {f'data.{name}': wanted[name] for name in sources.CORPUS_ONLY}
+  for path, share in shares.items():
+    if not 0 <= share < math.inf:
+      raise ValueError(f'{path} is {share}: it must be 0 or positive')
+  total = sum(shares.values())
+  if not math.isclose(total, 1, abs_tol=1e-6):
+    raise ValueError(
+      f'{", ".join(shares)} sum to {total:g}: they are shares of the rows of a'
+      ' batch, and must sum to 1'
+    )
+  size, new = wanted['prompt_length'], wanted['tokens']
+  window = config['corpus']['window']
+  if shares['data.corpus'] < 1 and size + new > window:
+    raise ValueError(
+      f'data.prompt_length + data.tokens is {size} + {new}: it must fit in'
+      f' corpus.window, which is {window}'
+    )
+  if wanted['draft']:
+    _require_language_model(config['draft'])
+
+
+def _require_language_model(draft: Mapping[str, Any]) -> None:
+  """Refuses text by a drafter that has no law without the target."""
+  build = drafters.find(draft['drafter']).build
+  drafter = jax.eval_shape(lambda: build({**draft, 'k': 1}, 2, nnx.Rngs(0)))
+  if not isinstance(drafter, ModelDrafter):
+    raise ValueError(
+      f'draft.drafter is {draft["drafter"]!r}, which writes no text alone:'
+      ' data.draft must be 0'
+    )
 
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ runs/<name>/
   config.json  corpus.json  tokenizer.json
   target/  draft/        checkpoints, by step
   rollouts/              held-out text that the target wrote
+  written/              text that drafts are trained on, by draft and step
   logs/                  JSON lines and TensorBoard events
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from specjax import (
   data,
   draft_length,
   drafters,
-  files,
-  generation,
   pricing,
   runs,
   settings,
+  texts,
   tokenizers,
   verify,
   warps,
@@ -336,28 +335,18 @@ class Workspace:
     name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}.npz'
     path = self.folder / 'rollouts' / name
     if not path.exists():
-      result = generation.generate(
+      text = texts.write(
         target,
         NoDrafter(),
         self.prompts('validation', count, size),
         key=jax.random.key(0),
         max_new_tokens=wanted['tokens'],
         warp=warps.temperature(temperature),
-        # What follows an end of document is no text the target was trained on.
-        eos=[self.tokenizer.eos_id],
+        eos_id=self.tokenizer.eos_id,
+        title='held-out text by the target',
       )
-      with files.atomic(path) as file:
-        np.savez(file, tokens=result.tokens, length=result.length)
-    try:
-      kept = dict(np.load(path))
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-      raise ValueError(
-        f'{path} is damaged ({error}): delete it, it will be written again'
-      ) from error
-    rows = [
-      row[:end].tolist()
-      for row, end in zip(kept['tokens'], kept['length'], strict=True)
-    ]
+      texts.save(path, text)
+    rows = texts.load(path).sequences()
     batch = data.pad(rows, [size] * count, size + wanted['tokens'])
     return [Batch(*row) for row in zip(*batch, strict=True)]
 

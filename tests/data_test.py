@@ -191,6 +191,48 @@ def test_pad_refuses_what_does_not_fit():
     data.pad([[1, 2, 3]], [1, 1])
 
 
+def test_pack_joins_what_fits_and_weighs_the_generated_spans():
+  first, second, third = data.pack(
+    [[1, 2, 3], [4, 5, 6, EOS], [7, 8], [1, 2, 3, 4, 5, 6, 7]], [2, 1, 0, 3], 7
+  )
+  _assert_batch(
+    first, [1, 2, 3, 4, 5, 6, EOS], [1] * 3 + [2] * 4, [0, 0, 1, 0, 1, 1, 1]
+  )
+  _assert_batch(second, [7, 8, *[0] * 5], [1, 1, *[0] * 5], [0, 1, *[0] * 5])
+  _assert_batch(third, [1, 2, 3, 4, 5, 6, 7], [1] * 7, [0, 0, 0, 1, 1, 1, 1])
+  with pytest.raises(ValueError, match='rows of 2'):
+    data.pack([[1, 2, 3]], [1], 2)
+
+
+@pytest.mark.parametrize('length', [9, 10, 17, 40])
+def test_pack_keeps_every_sequence_whole_and_in_order(length):
+  rng = np.random.default_rng(length)
+  sequences = [rng.integers(0, EOS, n).tolist() for n in rng.integers(1, 9, 50)]
+  given = [rng.integers(0, len(s) + 1) for s in sequences]
+  rows = data.pack(sequences, given, length)
+  found, weights = [], []
+  for row in rows:
+    assert row.tokens.shape == (length,)
+    for segment in range(1, row.segments.max() + 1):
+      found.append(row.tokens[row.segments == segment].tolist())
+      weights.append(row.weight[row.segments == segment].tolist())
+    assert not row.weight[row.segments == 0].any()
+  assert found == sequences
+  for weight, start in zip(weights, given, strict=True):
+    assert weight == [int(t >= max(start, 1)) for t in range(len(weight))]
+  sizes = [int((row.segments > 0).sum()) for row in rows]
+  firsts = [int((row.segments == 1).sum()) for row in rows]
+  # None of them could have gone into the row before.
+  assert all(a + b > length for a, b in zip(sizes, firsts[1:], strict=False))
+
+
+def test_rows_are_those_of_batches_whatever_their_size():
+  rows = data.Rows(_numbered(7), seed=1)
+  batches = data.Batches(_numbered(7), 3, seed=1)
+  flat = np.ravel(_seen(batches, range(14)))
+  np.testing.assert_array_equal([rows[i].tokens[0] for i in range(42)], flat)
+
+
 def test_ids_are_cached_by_tokenizer_and_end_each_document(tmp_path):
   corpus = _corpus(tmp_path)
   done = []

@@ -130,3 +130,18 @@ def test_long_times_are_in_hours():
   progress.advance()
   assert '1:00:00 gone' in progress.text()
   assert '8:00:00 left' in progress.text()
+
+
+def test_a_bar_within_another_is_drawn_on_the_same_console(monkeypatch):
+  monkeypatch.setenv('TERM', 'xterm')
+  file = Terminal()
+  with logs.Progress(2, 'outer', file=file) as outer:
+    outer.advance()
+    with logs.Progress(3, 'inner', file=file) as inner:
+      inner.advance(3)
+      # Bars of two consoles would each move the cursor as if it were alone.
+      assert inner._bar.console is outer._bar.console
+    outer.advance()
+  text = file.getvalue()
+  assert 'inner' in text and text.rindex('outer') > text.rindex('inner')
+  assert '3/3' in text and '2/2' in text

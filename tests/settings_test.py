@@ -64,6 +64,13 @@ def test_the_page_itself_is_fine():
     ('validation.prompt_length', 0, '1 or more'),
     ('decode.temperature', -1.0, '0 or positive'),
     ('decode.verify', 'nope', 'no rule'),
+    ('data.corpus', -0.5, '0 or positive'),
+    ('data.target', float('nan'), '0 or positive'),
+    ('data.target', 0.5, 'data.draft sum to 1.5: .* must sum to 1'),
+    ('data.corpus', 0.9999, 'must sum to 1'),
+    ('data.refresh', 0, '1 or more'),
+    ('data.sequences', 0, '1 or more'),
+    ('data.temperature', -1.0, '0 or positive'),
     ('speedup.batches', (0,), '1 or more'),
     ('speedup.batches', (), 'at least one value'),
     ('speedup.ks', (), 'at least one value'),
@@ -143,3 +150,37 @@ def test_negative_draft_lengths_are_refused():
       make()
   with pytest.raises(ValueError, match='one length'):
     Committee((NGram(1), NGram(2)))
+
+
+@pytest.mark.parametrize('source', ['target', 'draft'])
+def test_text_that_cannot_be_written_is_refused(source):
+  config = changed('data.corpus', 0.5)
+  config['data'][source] = 0.5
+  settings.check(config)
+  config['data']['tokens'] = config['corpus']['window']
+  with pytest.raises(ValueError, match=r'4 \+ 32: it must fit .* 32'):
+    settings.check(config)
+  # Nothing is written of a corpus.
+  config['data'] |= {'corpus': 1.0, source: 0.0}
+  settings.check(config)
+
+
+def test_a_drafter_without_a_model_writes_nothing_alone():
+  config = changed('draft.drafter', 'ngram')
+  config['data'] |= {'corpus': 0.0, 'target': 1.0}
+  settings.check(config)
+  config['data'] |= {'target': 0.9, 'draft': 0.1}
+  with pytest.raises(ValueError, match="'ngram', which writes no text alone"):
+    settings.check(config)
+
+
+def test_text_is_as_warm_as_decoding_unless_it_is_said():
+  page = scripts.ROOT / 'configs' / 'stdlib.py:tiny'
+
+  def temperatures(*arguments):
+    config = experiment.override(experiment.load(page), arguments).to_dict()
+    return config['decode']['temperature'], config['data']['temperature']
+
+  assert temperatures() == (1.0, 1.0)
+  assert temperatures('--config.decode.temperature=0.5') == (0.5, 0.5)
+  assert temperatures('--config.data.temperature=0.5') == (1.0, 0.5)

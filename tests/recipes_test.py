@@ -1,0 +1,140 @@
+import copy
+
+import jax
+import numpy as np
+import pytest
+import scripts
+
+from specjax import corpora, experiment, logs, recipes, texts
+from specjax.checkpoint import Checkpoints
+from specjax.workspace import Workspace
+
+PAGE = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
+MIXED = {'corpus': 0.5, 'target': 0.25, 'draft': 0.25}
+
+
+def workspace(folder, **changes):
+  """A run over documents that begin with their number."""
+  config = copy.deepcopy(PAGE)
+  for section, values in changes.items():
+    config[section] |= values
+  documents = folder / 'documents'
+  documents.mkdir(exist_ok=True, parents=True)
+  for i in range(400):
+    (documents / f'{i}.txt').write_text(
+      f'{i:04} is a number like {i + 1:04}.\n' * 3
+    )
+  run = Workspace(folder / 'run', config)
+  run.corpus = corpora.load(
+    f'files:{documents}/*.txt', data_dir=folder / 'cache'
+  )
+  return run
+
+
+def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
+  tmp_path,
+):
+  run = workspace(tmp_path, data={**MIXED, 'corpus': 0.0, 'target': 0.75})
+  drafter = run.new_drafter(1)
+  batches = recipes.batches(run, run.new_target(0), 'draft')
+  seen = set()
+  for step in range(0, 12, run.config['data']['refresh']):
+    batch = batches(step, drafter)
+    for tokens, segments in zip(batch.tokens, batch.segments, strict=True):
+      for segment in range(1, segments.max() + 1):
+        prompt = tokens[segments == segment][:4]
+        seen.add(run.tokenizer.decode(prompt.tolist()))
+  numbers = {
+    split: {text[:4] for text in run.corpus.splits[split]}
+    for split in ('train', 'validation', 'test')
+  }
+  assert numbers['validation'] and numbers['test']
+  assert len(seen) > 8 and seen <= numbers['train']
+  assert not seen & (numbers['validation'] | numbers['test'])
+
+
+def test_without_a_section_for_data_there_is_corpus_alone(tmp_path):
+  run = workspace(tmp_path)
+  old = workspace(tmp_path)
+  del old.config['data']
+  for step in (0, 9):
+    a, b = (
+      recipes.batches(each, None, 'draft')(step, None) for each in (run, old)
+    )
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+  assert recipes.made_with(old.config) == recipes.made_with(run.config)
+
+
+@pytest.mark.slow
+def test_a_distillation_that_dies_goes_on_to_the_same_bits(
+  tmp_path, monkeypatch
+):
+  distil = {'steps': 6, 'eval_every': 3, 'batch': 4}
+  runs = [
+    workspace(tmp_path / name, distill=distil, data=MIXED) for name in 'ab'
+  ]
+  target, make = runs[0].new_target(0), recipes.batches
+  recipes.distil(runs[0], target, 'draft')
+
+  def dying(at):
+    def batches(*args):
+      whole = make(*args)
+
+      def batch(step, drafter):
+        if step == at:
+          raise KeyboardInterrupt
+        return whole(step, drafter)
+
+      return batch
+
+    return batches
+
+  for at in (1, 4, 5):
+    monkeypatch.setattr(recipes, 'batches', dying(at))
+    with pytest.raises(KeyboardInterrupt):
+      recipes.distil(runs[1], target, 'draft')
+  monkeypatch.setattr(recipes, 'batches', make)
+  recipes.distil(runs[1], target, 'draft')
+  like = jax.eval_shape(lambda: runs[0].new_drafter(0))
+  a, b = (
+    Checkpoints(run.folder / 'draft').restore(6, {'model': like})
+    for run in runs
+  )
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+  for name in ('target', 'draft'):
+    log = runs[1].folder / 'logs' / 'written' / 'draft' / f'{name}.jsonl'
+    assert [line['step'] for line in logs.read(log)] == [0, 2, 4]
+
+
+def test_held_out_text_is_kept_and_weighs_what_the_target_wrote(tmp_path):
+  run = workspace(tmp_path, validation={'sequences': 3})
+  rows = run.rollouts(run.new_target(0), 1.0)
+  (path,) = (run.folder / 'rollouts').glob('*.npz')
+  before = path.stat().st_mtime_ns
+  again = run.rollouts(None, 1.0)  # read, not written
+  assert path.stat().st_mtime_ns == before
+  held_out = {text[:4] for text in run.corpus.splits['validation']}
+  for row, other, length in zip(
+    rows, again, texts.load(path).length, strict=True
+  ):
+    jax.tree.map(np.testing.assert_array_equal, row, other)
+    assert run.tokenizer.decode(row.tokens[:4].tolist()) in held_out
+    position = np.arange(len(row.tokens))
+    np.testing.assert_array_equal(
+      row.weight, (position >= 4) & (position < length)
+    )
+  path.write_bytes(b'')
+  with pytest.raises(ValueError, match='damaged.*delete it'):
+    run.rollouts(None, 1.0)
+
+
+def test_a_draft_from_before_there_were_sources_is_one_of_corpus(tmp_path):
+  config = {key: PAGE[key] for key in recipes.DRAFT_SECTIONS if key != 'data'}
+  Checkpoints(tmp_path).save(1, {'model': np.zeros(1)}, {'config': config})
+  recipes.refuse_other_draft(tmp_path, PAGE)
+  # How nothing would be written makes no difference.
+  colder = {**PAGE['data'], 'temperature': 0.5}
+  recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': colder})
+  with pytest.raises(ValueError, match='data.target: 0.0 -> 0.25'):
+    mixed = {**PAGE['data'], **MIXED}
+    recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': mixed})
