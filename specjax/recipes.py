@@ -138,7 +138,6 @@ def distil(
     target=target,
     workspace=workspace,
   )
-  batches = data.Batches(workspace.windows('train'), c['batch'], c['seed'])
   training.fit(
     optimizing.init(workspace.new_drafter(c['seed']), tx),
     lambda state, batch: update(state, target, batch, weights),
