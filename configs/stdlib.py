@@ -79,8 +79,16 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   loss.lookahead = 0  # K: neg_log_acceptance becomes the expected length at K
 
   config.ablation = ablation = config_dict.ConfigDict()
-  ablation.kl_weights = (0.0, 0.1, 0.3, 1.0, 3.0, float('inf'))
+  # Drafts that differ in KL weight and seed alone train together, behind one
+  # pass of the target. Any key of draft, distill, loss, data may be an axis, and
+  # decode.k, decode.temperature and decode.verify: configs/ablation_kl.py.
+  ablation.axes = axes = config_dict.ConfigDict()
+  axes.loss = config_dict.ConfigDict()
+  axes.loss.kl_weight = (0.0, 0.1, 0.3, 1.0, 3.0, float('inf'))
   ablation.seeds = 1  # 3 or more for intervals; memory and time grow with both
+  ablation.together = 32  # drafts trained at once, at most
+  ablation.timed_prompts = 0  # to time each draft on; eval/speedup.py does one
+  ablation.repeats = 3  # of these timings
 
   config.validation = validation = config_dict.ConfigDict()
   validation.sequences = 64  # that the target writes, on held-out prompts

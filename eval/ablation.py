@@ -1,207 +1,332 @@
-"""Acceptance against the KL weight: one draft per weight and seed.
+"""Acceptance and speed of drafts against how they were distilled.
 
-    python eval/ablation.py --config configs/stdlib.py
+    python eval/ablation.py --config configs/ablation_kl.py
 
-The drafts of a seed start alike, see the same batches and are trained together
-behind one shared pass of the target; another seed changes both. Each is
-measured after its last step. Writes `ablation.json` and a plot into the run,
-and makes the best draft the run's draft where it has none. The same command
-goes on after an interruption.
+Trains a draft for each point of `config.ablation.axes`, the product of its
+values, and each of `config.ablation.seeds`; `--axis=draft.model.width=64,128`
+adds an axis or replaces one, and a key of `decode` trains nothing further.
+Drafts that differ in KL weight and seed alone train together, behind one shared
+pass of the target: they see the same batches, so that intervals are over
+initialisations. `--compare=20` trains nothing, and times twenty such steps
+against the same steps one draft after the other.
+
+Writes `ablation.html` (all of it in one file), `.csv`, `.json` and pictures
+into the run, and makes the best draft the run's draft where it has none. The
+same command goes on after an interruption, and an axis with another value
+trains only what is new.
 """
 
+import functools
 import math
+import shlex
+import sys
+import time
 
 import jax
-import jax.numpy as jnp
-import rich
+import rich.box
+import rich.console
 import rich.table
+from absl import flags
 
 from specjax import (
-  data,
-  distill,
+  ablation,
+  ablation_report,
+  axes,
   experiment,
-  metrics,
-  optimizing,
-  plots,
+  findings,
+  logs,
   recipes,
   runs,
-  training,
-  warps,
+  scoring,
+  students,
 )
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
 
-OWN = ('draft', 'distill', 'validation')
+AXIS = flags.DEFINE_multi_string(
+  'axis', [], 'another axis, as draft.model.width=64,128; may be repeated'
+)
+COMPARE = flags.DEFINE_integer(
+  'compare',
+  0,
+  'steps to time, together and one draft after the other',
+  lower_bound=0,
+)
 
 
 def main(config, folder):
   """Trains the drafts, measures them, and says which is best."""
   config = config.to_dict()
-  weights = list(config['ablation']['kl_weights'])
-  objectives = stack([distill.objective(weight) for weight in weights])
-  begun = Checkpoints(folder / 'ablation' / 'seed0')
-  if begun.latest() is not None:
-    old = begun.meta(begun.latest())['config']
-    new = {**config, 'kl_weights': weights}
-    runs.refuse_changes(folder / 'ablation', old, new, (*OWN, 'kl_weights'))
+  values = axes.find(config, AXIS.value)
+  for key, some in values.items():
+    put_axis(config['ablation']['axes'], key, some)
+  points = ablation.points(config, values)
+  groups = ablation.groups(points)
+  ablation.begin(folder / 'ablation', config, values)
   workspace = Workspace.create(folder, config)
   target = workspace.target()
-  points, best = [], None
-  for seed in range(config['ablation']['seeds']):
-    drafters, scores = train(workspace, target, weights, objectives, seed)
-    for i, weight in enumerate(weights):
-      measured = {name: float(value[i]) for name, value in scores.items()}
-      points.append({'kl_weight': weight, 'seed': seed, **measured})
-      score = measured['block_efficiency']
-      if best is None or score > best[0]['block_efficiency']:
-        best = points[-1], jax.tree.map(lambda x, i=i: x[i], drafters)
-  report(workspace, weights, points)
-  promote(workspace, *best)
-
-
-def train(workspace: Workspace, target, weights, objectives, seed):
-  """Trains `[P]` drafts at once; returns them and their measurements `[P]`."""
-  c, decode = workspace.config['distill'], workspace.config['decode']
-  name = f'seed{seed}'
-  tx, update = recipes.optimization(c, distill.distill_loss, batch=1)
-  drafters = stack([workspace.new_drafter(c['seed'] + seed)] * len(weights))
-  state = jax.vmap(lambda model: optimizing.init(model, tx))(drafters)
-  # The target and the batch are not mapped, so they are computed on once.
-  update = jax.jit(
-    jax.vmap(update, in_axes=(0, None, None, 0)),
-    donate_argnums=0,
+  plan = [
+    (group, *training)
+    for group in groups
+    for training in ablation.trainings(
+      folder / 'ablation', group, config['ablation']['together']
+    )
+  ]
+  foretell(workspace, points, groups, plan)
+  if COMPARE.value:
+    return compare(workspace, target, groups[0])
+  found, best = {}, None
+  clock = Clock(
+    sum(not ablation.is_done(path, group) for group, path, _ in plan)
   )
-  measure = jax.jit(
-    jax.vmap(distill.measure, in_axes=(0, None, None, None, None)),
-    static_argnums=3,
+  for group, path, some in plan:
+    drafters = trained(workspace, target, group, path, some, clock)
+    for point, row in measured(workspace, target, group, path, some, drafters):
+      found[id(point)] = row
+      if comparable(point, config) and (
+        best is None or row['block_efficiency'] > best[1]['block_efficiency']
+      ):
+        drafter = scoring.pick(drafters, some.index(point.student))
+        best = point, row, drafter
+  rows = [found[id(point)] for point in points]
+  show(workspace, ablation_report.Ablation(values, rows))
+  if best is not None:
+    promote(workspace, *best)
+
+
+def put_axis(section, key, some):
+  """Records an axis where the configuration has it."""
+  *path, last = key.split('.')
+  for name in path:
+    section = section.setdefault(name, {})
+  section[last] = some
+
+
+def comparable(point, config):
+  """Whether a point is decoded as the run is: K changes what a round can be."""
+  keys = 'k', 'temperature'
+  return all(point.config['decode'][k] == config['decode'][k] for k in keys)
+
+
+def foretell(workspace, points, groups, plan):
+  """Says what will be trained, and what memory it takes."""
+  todo = [
+    (group, some)
+    for group, path, some in plan
+    if not ablation.is_done(path, group)
+  ]
+  count = sum(len(group.students) for group in groups)
+  left = sum(len(some) for _, some in todo)
+  print(
+    f'{len(points)} points: {count} drafts in {len(groups)} groups, of which'
+    f' {left} are to be trained, in {len(todo)} trainings'
   )
-  rollouts = workspace.rollouts(target, decode['temperature'])
-  warp = warps.temperature(decode['temperature'])
-
-  def step(state, batch):
-    state, scalars = update(state, target, batch, objectives)
-    return state, {name: value.max() for name, value in scalars.items()}
-
-  def scores(drafters):
-    return distill.means(
-      measure(drafters, target, warp, decode['k'], batch)
-      for batch in data.in_order(rollouts, 16)
+  for group, some in todo:
+    shapes = jax.eval_shape(
+      functools.partial(of_group(workspace, group).new_drafter, 0)
+    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    held = ablation.bytes_of(size, len(some))
+    print(
+      f'  {len(some)} drafts of {size:,} parameters{describe(group)}: weights,'
+      f' gradients and optimiser take {held / 1e6:,.0f} MB'
     )
 
-  def evaluate(drafters):
-    measured = scores(drafters)
-    each = {
-      f'{name}/kl_weight={weight:g}': float(values[i])
-      for name, values in measured.items()
-      for i, weight in enumerate(weights)
-    }
-    return each | {
-      name: float(measured[name].max())
-      for name in ('acceptance', 'block_efficiency')
-    }
 
-  config = {key: workspace.config[key] for key in OWN}
-  batches = data.Batches(
-    workspace.windows('train'), c['batch'], c['seed'] + seed
-  )
-  state = training.fit(
-    state,
-    step,
-    lambda i, model: batches[i],
-    evaluate,
-    steps=c['steps'],
-    every=c['eval_every'],
-    folder=workspace.folder / 'ablation' / name,
-    log=workspace.folder / 'logs' / 'ablation' / name,
-    meta={'config': {**config, 'kl_weights': weights}},
-    score=lambda values: values['block_efficiency'],
-    show=('acceptance', 'block_efficiency'),
-    tokens=c['batch'] * workspace.config['corpus']['window'],
-  )
-  return state.model, scores(state.model)
+def describe(group):
+  """What sets a group apart, for people."""
+  own = [
+    f'{findings.short(key)} {axes.label(value)}'
+    for key, value in group.points[0].settings.items()
+    if key.partition('.')[0] in axes.TRAINED and key != axes.KL_WEIGHT
+  ]
+  return f', {", ".join(own)}' if own else ''
 
 
-def report(workspace: Workspace, weights, points):
-  """Writes the table, the JSON file and the plot."""
-  k = workspace.config['decode']['k']
-  rows = [[p for p in points if p['kl_weight'] == w] for w in weights]
-  base = rows[weights.index(min(weights))]
-  table = rich.table.Table(title='on held-out text that the target wrote')
-  for column in ('KL weight', 'acceptance', f'block efficiency, K = {k}'):
-    table.add_column(column, justify='right')
-  table.add_column('KL, nats', justify='right')
-  table.add_column(f'gain over KL weight {min(weights):g}', justify='right')
-  gains = {}
-  for weight, row in zip(weights, rows, strict=True):
-    cells = [interval([p[name] for p in row]) for name in COLUMNS]
-    # Drafts of one seed start alike and see the same batches.
-    pairs = zip(row, base, strict=True)
-    gain = [p['acceptance'] - b['acceptance'] for p, b in pairs]
-    gains[f'{weight:g}'] = metrics.confidence_interval(gain)
-    table.add_row(f'{weight:g}', *cells, interval(gain, '+'))
-  rich.print(table)
-  path = workspace.folder / 'ablation.json'
+def of_group(workspace, group, student=None):
+  """The run, with the configuration of a group and one of its students.
+
+  Nothing of it depends on the order of an axis: what is recorded with a
+  training must be the same when it goes on.
+  """
+  c = group.config
+  weight = (student or group.students[0]).kl_weight
+  own = {
+    **c,
+    'loss': {**c['loss'], 'kl_weight': weight},
+    'decode': {**c['decode'], 'k': workspace.config['decode']['k']},
+  }
+  return Workspace(workspace.folder, own)
+
+
+def trained(workspace, target, group, path, some, clock):
+  """The drafts of a training, which is done if it is not yet."""
+  own = of_group(workspace, group, some[0])
+  if ablation.is_done(path, group):
+    return students.load(own, some, path)
+  print(f'{clock.text()}: {len(some)} drafts{describe(group)}')
   runs.write_json(
-    path,
-    runs.portable(
-      {
-        'k': k,
-        'temperature': workspace.config['decode']['temperature'],
-        'points': points,
-        'acceptance_gain': gains,
-        'versions': runs.versions(),
+    path.parent / 'settings.json', ablation.trained_with(group.config)
+  )
+  name = f'{group.name}-{path.name}'
+  drafters = students.train(own, target, some, path, name)
+  clock.done()
+  return drafters
+
+
+def measured(workspace, target, group, path, some, drafters):
+  """Points of a training with what was measured of each; kept in its folder."""
+  own, c = of_group(workspace, group), workspace.config['ablation']
+  for point in group.points:
+    if point.student not in some:
+      continue
+    decode = point.config['decode']
+    how = {name: decode[name] for name in ('k', 'temperature')}
+    validation = point.config['validation']
+    values = kept(
+      path / 'measured',
+      {**how, 'validation': validation},
+      functools.partial(scoring.measure, own, target, drafters, decode),
+    )
+    i = some.index(point.student)
+    row = {**point.settings, 'seed': point.seed, **values[i]}
+    if c['timed_prompts']:
+      spent = 'verify', 'max_new_tokens', 'prompt_length'
+      timed = {
+        **{name: decode[name] for name in spent},
+        **{name: c[name] for name in ('timed_prompts', 'repeats')},
         'device': runs.device(),
       }
-    ),
+      row |= kept(
+        path / 'timed',
+        how | timed,
+        functools.partial(race, own, target, drafters, decode, c),
+      )[i]
+    yield point, row
+
+
+def race(workspace, target, drafters, decode, c):
+  """Timings of the drafts of a training, in turns with plain decoding."""
+  prompts = workspace.prompts(
+    'test', c['timed_prompts'], decode['prompt_length']
   )
+  total = len(prompts) * c['repeats']
+  with logs.Progress(total, 'decode', unit='turns') as progress:
+    return scoring.race(
+      target, drafters, prompts, decode, c['repeats'], progress.advance
+    )
 
-  def grid(name):
-    return jnp.array([[p[name] for p in row] for row in rows]).T
 
-  picture = plots.acceptance_by_kl_weight(
-    workspace.folder / 'acceptance_by_kl_weight.png',
-    weights,
-    grid('acceptance'),
-    grid('block_efficiency'),
-    k,
+def kept(folder, settings, make):
+  """What was found with these settings, or is now."""
+  path = folder / f'{ablation.digest(settings)}.json'
+  if not path.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    runs.write_json(path, {'settings': settings, 'values': make()})
+  return runs.read_json(path)['values']
+
+
+class Clock:
+  """Tells how long the trainings that are left will take."""
+
+  def __init__(self, total):
+    """Starts."""
+    self._total, self._done, self._start = total, 0, time.monotonic()
+
+  def done(self):
+    """Counts a training, with what was measured of the one before."""
+    self._done += 1
+
+  def text(self):
+    """Which training this is, and what is left if all take as long."""
+    place = f'training {self._done + 1} of {self._total}'
+    if not self._done:
+      return place
+    each = (time.monotonic() - self._start) / self._done
+    minutes = math.ceil((self._total - self._done) * each / 60)
+    return f'{place}, about {minutes} minutes left'
+
+
+def compare(workspace, target, group):
+  """Times the students of the first group both ways."""
+  some = group.students[: workspace.config['ablation']['together']]
+  with logs.Progress(COMPARE.value, 'compare') as progress:
+    found = students.compare(
+      of_group(workspace, group),
+      target,
+      some,
+      COMPARE.value,
+      progress.advance,
+    )
+  print(
+    f'{COMPARE.value} steps of {len(some)} drafts: together'
+    f' {found["together_seconds"]:.2f} s, one after the other'
+    f' {found["one_by_one_seconds"]:.2f} s: {found["ratio"]:.2f} of it; their'
+    f' parameters differ by {found["difference"]:.1e} of the largest at most'
   )
-  print(f'table: {path}\npicture: {picture}')
+  path = workspace.folder / 'ablation_compare.json'
+  about = {
+    'steps': COMPARE.value,
+    'students': some,
+    'versions': runs.versions(),
+    'device': runs.device(),
+  }
+  runs.write_json(path, runs.portable(found | about))
+  print(f'numbers: {path}')
 
 
-COLUMNS = ('acceptance', 'block_efficiency', 'kl')
+def show(workspace, result):
+  """Prints the table, and writes all there is to say."""
+  columns, cells = result.table()
+  console = rich.console.Console(highlight=False)
+  # What is cut off cannot be read: a narrow terminal wraps the lines instead.
+  widths = (
+    max(map(len, column)) for column in zip(columns, *cells, strict=True)
+  )
+  console.width = max(console.width, sum(width + 3 for width in widths))
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    title='on held-out text that the target wrote',
+    title_justify='left',
+  )
+  for column in columns:
+    table.add_column(column, justify='right', no_wrap=True)
+  for i, row in enumerate(cells):
+    table.add_row(*row, style='bold' if i == result.best else None)
+  console.print(table)
+  command = shlex.join(['python', *sys.argv])
+  page, *others = ablation_report.write(
+    workspace.folder, result, workspace.config, command
+  )
+  print(f'report: {page}')
+  print('beside it:', *(path.name for path in others))
 
 
-def interval(values, sign='') -> str:
-  """Mean, and its 95 % interval where there are several values."""
-  mean, half = metrics.confidence_interval(values)
-  wide = f' ± {half:.3f}' if math.isfinite(half) else ''
-  return f'{mean:{sign}.3f}{wide}'
-
-
-def promote(workspace: Workspace, point, drafter):
+def promote(workspace, point, row, drafter):
   """Makes a draft the run's own, unless it has one."""
   drafts = Checkpoints(workspace.folder / 'draft')
-  what = f'KL weight {point["kl_weight"]:g}, seed {point["seed"]}'
+  chosen = {**point.settings, 'seed': point.seed}
+  what = ', '.join(
+    f'{findings.short(key)} {axes.label(value)}'
+    for key, value in chosen.items()
+  )
   if drafts.latest() is not None:
     print(f'best: {what}; {drafts.directory} stays as it is')
     return
-  config = {key: workspace.config[key] for key in OWN}
+  own = Workspace(workspace.folder, point.config)
   drafts.save(
-    workspace.config['distill']['steps'],
+    point.config['distill']['steps'],
     {'model': drafter},
     {
-      'model': workspace.draft_config,
+      'model': own.draft_config,
       'tokenizer': workspace.tokenizer.hash,
-      'config': config | {'loss': {'kl_weight': point['kl_weight']}},
+      'config': recipes.made_with(point.config),
     },
-    score=point['block_efficiency'],
+    score=row['block_efficiency'],
   )
   print(f'best: {what}, saved as {workspace.folder / "draft"}')
-
-
-def stack(trees):
-  """One tree of arrays `[P, ...]` from P trees."""
-  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 if __name__ == '__main__':

@@ -19,8 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from scipy import stats
 
-from specjax import metrics
-
 # Okabe and Ito's palette, told apart with any colour vision; its yellow is too
 # light for a line on white. The markers say the same without colour.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00')
@@ -208,67 +206,6 @@ def training_curves(
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _label(axis, label, 'step')
   return _save(figure, path, list(handles.values()))
-
-
-def acceptance_by_kl_weight(
-  path: Path,
-  weights: Sequence[float],
-  acceptance: Sequence[Sequence[float]],
-  efficiency: Sequence[Sequence[float]],
-  k: int,
-  title: str = 'Distilling for acceptance',
-) -> pathlib.Path:
-  """Acceptance rate and block efficiency against the KL weight.
-
-  Args:
-    path: the PNG to write.
-    weights: `[W]` ratios of the KL to the cross-entropy term; 0 and inf are
-      allowed and stand apart from the logarithmic rest.
-    acceptance: `[S, W]` exact acceptance rate, one row per seed.
-    efficiency: `[S, W]` expected block efficiency.
-    k: the draft length of `efficiency`.
-    title: of the picture.
-
-  Returns:
-    The path.
-  """
-  order = np.argsort(weights)
-  weights = np.asarray(weights, float)[order]
-  figure = _figure(title)
-  panels = figure.subplots(1, 2, sharex=True)
-  x, finite = _weight_places(weights)
-  handles = []
-  for panel, values, style in zip(
-    panels, (acceptance, efficiency), _styles(), strict=False
-  ):
-    values = np.asarray(values, float)[:, order]
-    mean, half = np.transpose(
-      [metrics.confidence_interval(column) for column in values.T]
-    )
-    panel.plot(x, mean, **{**style, 'linestyle': ':', 'marker': ''})
-    panel.plot(x[finite], mean[finite], **{**style, 'marker': ''})
-    panel.plot(x, mean, **{**style, 'linestyle': ''})
-    if len(values) > 1:
-      bars = {'fmt': 'none', 'color': style['color'], 'capsize': 4}
-      panel.errorbar(x, mean, half, **bars)
-      # Beside the mean, which would hide them.
-      panel.plot(x + 0.1, values.T, '.', color=_GREY, markersize=5, zorder=3)
-    panel.set_xticks(x, [_weight_name(w) for w in weights])
-  _label(panels[0], 'acceptance rate α', 'KL weight (KL : cross entropy)')
-  _label(
-    panels[1],
-    f'block efficiency at K = {k}',
-    'KL weight (KL : cross entropy)',
-  )
-  panels[0].set_ylabel('Σ min(p, q), mean over positions')
-  panels[1].set_ylabel('tokens per round, bonus included')
-  if len(acceptance) > 1:
-    mean_style = {'color': _GREY, 'marker': 'o', 'markersize': 6}
-    label = f'mean of {len(acceptance)} seeds, 95 % interval'
-    handles += panels[0].plot([], [], label=label, **mean_style)
-    one_seed = {'color': _GREY, 'markersize': 5}
-    handles += panels[0].plot([], [], '.', label='one seed', **one_seed)
-  return _save(figure, path, handles)
 
 
 def draft_size(
@@ -487,23 +424,6 @@ def _round_bars(panel, line):
   return handles
 
 
-def _weight_places(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Where sorted weights stand, and which of them are finite and not 0."""
-  finite = (weights > 0) & np.isfinite(weights)
-  logs = np.log10(weights, where=finite, out=np.zeros_like(weights))
-  low, high = (
-    (logs[finite].min(), logs[finite].max()) if finite.any() else (0, 0)
-  )
-  x = np.where(weights == 0, low - 0.75, logs)
-  return np.where(np.isinf(weights), high + 0.75, x), finite
-
-
-def _weight_name(weight: float) -> str:
-  if weight == 0:
-    return '0\nCE only'
-  return '∞\nKL only' if math.isinf(weight) else f'{weight:g}'
-
-
 def _styles() -> Iterable[dict[str, Any]]:
   for colour, marker in itertools.cycle(zip(_COLOURS, _MARKERS, strict=True)):
     yield {
@@ -531,7 +451,10 @@ def _label(axis: Axes, title: str, x: str) -> None:
 
 def _save(figure: Figure, path: Path, handles: Sequence[Any]) -> pathlib.Path:
   if handles:
-    columns = min(len(handles), 4)
+    longest = max(len(handle.get_label()) for handle in handles)
+    # A line of the legend has some 13 characters to the inch.
+    room = int(13 * figure.get_figwidth() / (longest + 8))
+    columns = min(len(handles), 4, max(room, 1))
     figure.legend(
       handles=handles, loc='outside lower center', ncols=columns, frameon=False
     )

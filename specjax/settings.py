@@ -52,6 +52,8 @@ _LEAST = {
   'seeds': 1,
   'sequences': 1,
   'steps': 1,
+  'timed_prompts': 0,
+  'together': 1,
   'tokens': 1,
   'warmup': 0,
   'width': 1,
@@ -65,7 +67,7 @@ _NOT_NEGATIVE = (
   'weight_decay',
 )
 _MAY_BE_EMPTY = ('controllers',)
-_WEIGHTS = 'kl_weight', 'kl_weights'  # which may be infinite
+_WEIGHTS = ('kl_weight',)  # which may be infinite
 
 
 def check(config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from specjax import plots
+from specjax import plots, plots_ablation
 
 SWEEP = [
   {
@@ -55,6 +55,15 @@ RECORDS = [{'step': s, 'loss': 3 / (s + 1)} for s in range(40)] + [
 ]
 WEIGHTS = [math.inf, 0, 1, 0.1]  # not in order
 ACCEPTANCE = np.array([[0.8, 0.5, 0.7, 0.6], [0.7, 0.6, 0.8, 0.6]])
+LINES = {
+  name: {
+    'acceptance': ACCEPTANCE - less,
+    'block_efficiency': 1 + ACCEPTANCE,
+    'kl': 1 - ACCEPTANCE,
+    'perplexity': 9 - ACCEPTANCE,
+  }
+  for name, less in (('T = 1', 0.0), ('T = 0.5', 0.1))
+}
 
 CERTIFICATE = [
   {'arm': arm, 'name': name, 'z': z, 'threshold': 0.001, 'rejected': z > 4}
@@ -107,9 +116,13 @@ PICTURES = {
   'training': lambda path: plots.training_curves(
     path, RECORDS, {'loss (nats)': ['loss'], 'KL (nats)': ['kl', 'absent']}
   ),
-  'kl_weight': lambda path: plots.acceptance_by_kl_weight(
-    path, WEIGHTS, ACCEPTANCE, 1 + ACCEPTANCE, k=4
+  'ablation': lambda path: plots_ablation.by_axis(
+    path, 'KL weight', WEIGHTS, LINES
   ),
+  'ablation of names': lambda path: plots_ablation.by_axis(
+    path, 'divergence', ['forward_kl', 'tv', 'jsd', {'a': 1}], LINES
+  ),
+  'floors': lambda path: plots_ablation.acceptance_by_kl(path, LINES),
 }
 
 
@@ -164,14 +177,65 @@ def test_a_failed_picture_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 def test_weights_keep_their_values_whatever_their_order(tmp_path, figure):
-  PICTURES['kl_weight'](tmp_path / 'x.png')
-  left, right = figure().axes
-  x, y = left.lines[0].get_data()
-  assert np.all(np.diff(x) > 0.5)  # 0 and ∞ stand apart, in order
-  names = [label.get_text() for label in left.get_xticklabels()]
-  assert [n.split('\n')[0] for n in names] == ['0', '0.1', '1', '∞']
-  np.testing.assert_allclose(y, [0.55, 0.6, 0.75, 0.75])
-  np.testing.assert_allclose(right.lines[0].get_ydata(), y + 1)
+  PICTURES['ablation'](tmp_path / 'x.png')
+  alpha, efficiency, kl, perplexity = figure().axes
+  for panel, values in (
+    (alpha, [0.55, 0.6, 0.75, 0.75]),
+    (efficiency, [1.55, 1.6, 1.75, 1.75]),
+    (kl, [0.45, 0.4, 0.25, 0.25]),
+    (perplexity, [8.45, 8.4, 8.25, 8.25]),
+  ):
+    x, y = panel.lines[0].get_data()
+    assert np.all(np.diff(x) > 0.5)  # 0 and ∞ stand apart, in order
+    names = [label.get_text() for label in panel.get_xticklabels()]
+    assert names == ['0', '0.1', '1', '∞']
+    np.testing.assert_allclose(y, values)
+  assert [t.get_text() for t in figure().legends[0].texts] == [
+    'T = 1',
+    'T = 0.5',
+    'mean of 2 seeds, 95 % interval',
+  ]
+  # Student's interval of two seeds: .8 and .7 at infinity.
+  (whisker,) = alpha.containers[0].lines[2]
+  low, high = np.sort([s[:, 1] for s in whisker.get_segments()][3])
+  np.testing.assert_allclose(high - low, 12.7062 * 0.1, rtol=1e-4)
+
+
+def test_numbers_stand_to_scale_and_names_side_by_side(tmp_path, figure):
+  line = {'': {'acceptance': [[0.1, 0.2, 0.3]]}}
+  for values, x in (
+    ([3, 1, 2], [1, 2, 3]),
+    ([1, 10, 100], [0, 1, 2]),
+    (['b', 'a', 'c'], [0, 1, 2]),
+  ):
+    plots_ablation.by_axis(tmp_path / 'x.png', 'x', values, line)
+    (panel,) = figure().axes
+    drawn, y = panel.lines[0].get_data()
+    np.testing.assert_allclose(drawn, x)
+    order = np.argsort(values) if values[0] == 3 else [0, 1, 2]
+    np.testing.assert_allclose(y, np.array([0.1, 0.2, 0.3])[order])
+    assert not figure().legends
+
+
+def test_a_seed_that_is_missing_is_a_gap(tmp_path, figure):
+  line = {'': {'acceptance': [[0.1, math.nan], [0.3, math.nan]]}}
+  plots_ablation.by_axis(tmp_path / 'x.png', 'x', [1, 2], line)
+  (panel,) = figure().axes
+  np.testing.assert_allclose(panel.lines[0].get_ydata(), [0.2, math.nan])
+
+
+def test_floors_are_drawn_where_theory_has_them(tmp_path, figure):
+  PICTURES['floors'](tmp_path / 'x.png')
+  (panel,) = figure().axes
+  drawn = {line.get_label(): line.get_data() for line in panel.lines}
+  x, pinsker = drawn['floor 1 − √(KL / 2)']
+  _, huber = drawn['floor 1 − √(1 − exp(−KL))']
+  for kl, one, two in ((0.1, 0.7764, 0.6915), (0.5, 0.5, 0.3727)):
+    np.testing.assert_allclose(np.interp(kl, x, pinsker), one, atol=2e-3)
+    np.testing.assert_allclose(np.interp(kl, x, huber), two, atol=2e-3)
+  kl, alpha = drawn['T = 1']
+  np.testing.assert_allclose(np.sort(kl), np.sort((1 - ACCEPTANCE).ravel()))
+  np.testing.assert_allclose(alpha, 1 - kl)
 
 
 def test_the_best_k_of_each_curve_is_named(tmp_path, figure):
