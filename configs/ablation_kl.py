@@ -4,9 +4,11 @@
     python eval/ablation.py --config configs/ablation_kl.py
 
 Target and drafts are those of configs/stdlib.py, and so is the run: what
-`make demo` trained is used, and the drafts of seed 0 with it. Eighteen drafts
-of 0.7 M parameters train together in some minutes on two CPU cores; timing them
-takes as long again. To try more than this, name an axis:
+`make demo` trained is used, its drafts of seed 0 too. Eighteen drafts of 0.7 M
+parameters train together on the corpus, and eighteen more on text that the
+target wrote, where cross entropy is forward KL in expectation: some minutes
+each on two CPU cores, and timing them takes as long again. To try more than
+this, name an axis:
 
     --axis=draft.model.width=64,128 --axis=decode.k=1,2,4,8
 
@@ -33,8 +35,14 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   axes.decode = config_dict.ConfigDict()
   axes.decode.temperature = (1.0,)  # another is another line, not a training
 
+  axes.data = (
+    {'corpus': 1.0, 'target': 0.0},
+    {'corpus': 0.0, 'target': 1.0},
+  )
+
   if variant == 'tiny':
     axes.loss.kl_weight = (0.0, float('inf'))
     axes.decode.temperature = (1.0, 0.5)
+    del axes.data
     ablation.seeds = ablation.timed_prompts = ablation.repeats = 2
   return config

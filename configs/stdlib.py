@@ -80,8 +80,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.ablation = ablation = config_dict.ConfigDict()
   # Drafts that differ in KL weight and seed alone train together, behind one
-  # pass of the target. Any key of draft, distill, loss, data may be an axis, and
-  # decode.k, decode.temperature and decode.verify: configs/ablation_kl.py.
+  # pass of the target. Any key of draft, distill, loss and data may be an axis,
+  # and decode.k, decode.temperature, decode.verify: see configs/ablation_kl.py.
   ablation.axes = axes = config_dict.ConfigDict()
   axes.loss = config_dict.ConfigDict()
   axes.loss.kl_weight = (0.0, 0.1, 0.3, 1.0, 3.0, float('inf'))

@@ -371,10 +371,12 @@ def test_a_single_point_is_reported_without_pictures(tmp_path):
   assert result(1.0).table()[0] == ['α', 'tokens/round', 'KL(p‖q)']
 
 
-def test_the_page_is_one_group_of_eighteen_drafts():
+def test_the_page_is_eighteen_drafts_on_each_text():
   config = experiment.load(scripts.ROOT / 'configs/ablation_kl.py').to_dict()
-  points, (group,) = planned(config)
-  assert len(points) == len(group.students) == 18
+  points, groups = planned(config)
+  assert len(points) == 36
+  assert [len(group.students) for group in groups] == [18, 18]
+  assert [group.config['data']['target'] for group in groups] == [0, 1]
 
 
 def test_csv_has_a_row_per_point_and_gaps_for_what_it_lacks(tmp_path):
