@@ -1,7 +1,7 @@
 """What rounds of decoding cost on the device at hand, measured and kept.
 
-All of it is timed where decoding stands, in the middle of a text, and with the
-programs that decode: a round is one of `decode.advance` with the real drafter,
+All of it is timed where decoding stands, behind a prompt that has been read, and
+with the programs that decode: a round is one of `decode.advance` with the real drafter,
 so that the rule, the warp, the draw and all bookkeeping are in its price. Its
 drafting, c, is timed alone; v is what remains of the round. Timed apart, a bare
 pass of the target and a bare draft make up less than a round, and predictions
@@ -47,7 +47,7 @@ from specjax.types import (
 # Turns of a timed loop: enough for its start, when the weights have yet to come
 # into the processor's caches, not to matter. Plain rounds are the shortest, and
 # all else is divided by them: 16 measured 13 % dearer each than 128.
-TURNS = {'plain': 64, 'round': 16, 'pass': 16, 'draft': 24}
+TURNS = {'plain': 64, 'round': 32, 'pass': 16, 'draft': 24}
 
 
 class Arm(NamedTuple):
@@ -134,8 +134,7 @@ class Meter:
       rule: verifies.
       batch: rows.
       prompt_length: tokens of a prompt, which are arbitrary ones.
-      context: tokens of prompt and output that the buffers are for. Rounds are
-        timed in the middle of the output.
+      context: tokens of prompt and output that the buffers are for.
       split: whether the bare passes of the target are timed too.
     """
     self._target, self._drafters, self._rule = target, drafters, rule
@@ -145,7 +144,7 @@ class Meter:
     ]
     self._longest = (remembers or self._arms)[-1]
     text = np.arange(batch * prompt_length) * 7919 % target.vocab_size
-    self._first = self._middle = generation.start(
+    self._first = self._begun = generation.start(
       target,
       # Its memory serves every shorter draft, and its counts every arm's.
       drafters[self._longest].at(self._arms[-1].k),
@@ -177,12 +176,12 @@ class Meter:
     """Takes the programs, and runs each once: a first call is slower."""
     self._programs = dict(programs)
     first = self._first
-    half = first.length + (first.stop - first.length) // 2
+    soon = first._replace(stop=first.length + 1)
     end = self._programs['round', self._longest](
-      *self._loop(self._longest, first._replace(stop=half), decode.FOREVER)
+      *self._loop(self._longest, soon, decode.FOREVER)
     )
     # From here on a draft has no prompt to read: that is timed as a start.
-    self._middle = end._replace(
+    self._begun = end._replace(
       stop=first.stop, done=first.done, stats=first.stats
     )
     for call in self.calls(warps.UNCHANGED).values():
@@ -269,22 +268,20 @@ class Meter:
   def _arguments(self, warp: Warp) -> dict[Hashable, tuple]:
     found = {
       ('round', arm): self._loop(
-        arm, self._middle, TURNS['round' if arm.k else 'plain'], warp
+        arm, self._begun, TURNS['round' if arm.k else 'plain'], warp
       )
       for arm in self._arms
     }
-    found['call', PLAIN] = self._loop(PLAIN, self._middle, 0, warp)
+    found['call', PLAIN] = self._loop(PLAIN, self._begun, 0, warp)
     for name in dict.fromkeys(arm.name for arm in self._arms if arm.k):
       own = [arm for arm in self._arms if arm.name == name]
       for arm in dict.fromkeys((own[0], own[-1])):
-        target, drafter, *_, state, _, _ = self._loop(
-          arm, self._middle, 0, warp
-        )
+        target, drafter, *_, state, _, _ = self._loop(arm, self._begun, 0, warp)
         found['draft', arm] = target, drafter, state, TURNS['draft']
       found['start', own[-1]] = self._loop(own[-1], self._first, 1, warp)
     for k in self._widths:
-      tokens = jnp.ones((len(self._middle.length), k + 1), jnp.int32)
-      loop = self._target, self._middle.cache, tokens, TURNS['pass']
+      tokens = jnp.ones((len(self._begun.length), k + 1), jnp.int32)
+      loop = self._target, self._begun.cache, tokens, TURNS['pass']
       found['pass', Arm('target', k)] = loop
     return found
 

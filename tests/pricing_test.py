@@ -165,15 +165,15 @@ def test_the_programs_decode():
     for name in found.lowered()
   }
   found.compiled(low)
-  # Half of the output has been written, and none of it counts.
-  middle = found.calls(warps.UNCHANGED)['call', PLAIN]()
-  assert middle.length.tolist() == [5 + 35 // 2] * 2
-  assert not middle.done.any() and middle.stats.rounds.tolist() == [0, 0]
+  # A token has been written, and does not count.
+  begun = found.calls(warps.UNCHANGED)['call', PLAIN]()
+  assert begun.length.tolist() == [6, 6]
+  assert not begun.done.any() and begun.stats.rounds.tolist() == [0, 0]
   end = found.calls(warps.UNCHANGED)['round', arm]()
   want = generation.start(
     target,
     drafter,
-    np.asarray(middle.tokens)[:, : 5 + 35 // 2].tolist(),
+    np.asarray(begun.tokens)[:, :6].tolist(),
     key=jax.random.key(0),
     max_new_tokens=40,
   )

@@ -25,7 +25,7 @@ def start(script, *arguments):
   )
 
 
-def finish(process, timeout=120):
+def finish(process, timeout=600):
   """Its exit code, output and errors."""
   out, error = process.communicate(timeout=timeout)
   return process.returncode, out, error
