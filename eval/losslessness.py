@@ -154,9 +154,10 @@ def measure(workspace, rule):
   near = tiers.with_equal_seeds(half, prompts[:HALF_PROMPTS], **HALF)
   display = []
   if SEQUENCES.value:
+    shown_length = min(SHOWN_LENGTH, c['prompt_length'])
     display = tiers.against_plain_text(
       subject,
-      workspace.prompts('test', SHOWN_PROMPTS, SHOWN_LENGTH),
+      workspace.prompts('test', SHOWN_PROMPTS, shown_length),
       batches=-(-SEQUENCES.value // (SHOWN_PROMPTS * SHOWN['each'])),
       **SHOWN,
     )
