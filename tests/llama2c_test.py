@@ -93,7 +93,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path):
   data = good.read_bytes()
   zero_heads = data[:12] + struct.pack('<i', 0) + data[16:]
   for content, words in (
-    (data[:20], 'only 20 bytes'),
+    (data[:20], 'has 20 bytes: no checkpoint'),
     (data[:-4], 'has .* bytes where its header asks for .* was cut short'),
     (data + b'more', 'has something behind'),
     (zero_heads, 'no checkpoint of llama2.c: it says dim 24, .*n_heads 0'),
