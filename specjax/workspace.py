@@ -26,6 +26,7 @@ from specjax import (
   data,
   draft_length,
   drafters,
+  files,
   pricing,
   runs,
   settings,
