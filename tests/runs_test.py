@@ -73,7 +73,7 @@ def test_an_empty_key_that_a_run_does_not_know_is_no_change(tmp_path):
   later = {**CONFIG['target'], 'path': ''}
   runs.open_run(tmp_path, {**CONFIG, 'target': later}, ('target',))
   later['path'] = 'x'
-  with pytest.raises(ValueError, match=r'target.path: \(absent\) -> x'):
+  with pytest.raises(ValueError, match='target.path:  -> x'):
     runs.open_run(tmp_path, {**CONFIG, 'target': later}, ('target',))
 
 
