@@ -44,11 +44,11 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     draft.heads, draft.kv_heads = 4, 2
 
     data.tokens = 255  # with the first, a window
-    data.refresh, data.sequences = 500, 1024  # read eight times
+    data.refresh, data.sequences = 800, 640  # each read ten times
 
-    distill.steps, distill.warmup, distill.batch = 4000, 100, 16
+    distill.steps, distill.warmup, distill.batch = 1600, 80, 8
     distill.learning_rate = 6e-3
-    distill.eval_every = 500
+    distill.eval_every = 400
     config.loss.kl_weight = float('inf')  # the text is the target's own
 
     config.validation.sequences, config.validation.tokens = 64, 255
