@@ -21,9 +21,12 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   corpus.text_field = ''  # of a catalogue set, where it has several
   corpus.tokenizer = 'bpe'  # byte-level, trained on the train split; or 'bytes'
   corpus.vocab_size = 4096  # a larger one costs the draft more than it gains
+  corpus.test = ''  # files:GLOB, of local text with a test split of its own
   corpus.window = 256  # tokens; a window costs its square only in attention
 
   config.target = target = config_dict.ConfigDict()
+  target.path = ''  # of a checkpoint of llama2.c, to be taken instead
+  target.tokenizer_path = ''  # of it; empty: the tok*.bin that lies beside it
   target.width = 512
   target.layers = 6  # few and wide: a CPU multiplies large matrices best
   target.heads = 8  # of 64, the usual size

@@ -98,7 +98,8 @@ def generate(workspace: Workspace, warp, write):
   branching = experiment.numbers('--branching', BRANCHING.value)
   drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp, branching)
   controller = workspace.controller(DRAFTER.value, target, drafter)
-  prompt = tokenizer.encode(PROMPT.value) or [tokenizer.eos_id]
+  prompt = tokenizer.start + tokenizer.encode(PROMPT.value)
+  prompt = prompt or [tokenizer.eos_id]
   state = generation.start(
     target,
     drafter,
@@ -107,7 +108,7 @@ def generate(workspace: Workspace, warp, write):
     max_new_tokens=c['max_new_tokens'],
     controller=controller,
   )
-  eos = generation.end_ids(target, [tokenizer.eos_id])
+  eos = generation.end_ids(target, [*tokenizer.start, tokenizer.eos_id])
   rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
   advance = generation.advance.lower(

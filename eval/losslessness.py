@@ -30,6 +30,7 @@ from specjax import (
   warps,
 )
 from specjax.certify import tiers
+from specjax.certify.display import CELLS
 from specjax.models.transformer import Transformer
 from specjax.workspace import PROPOSERS, Workspace
 
@@ -154,9 +155,10 @@ def measure(workspace, rule):
   near = tiers.with_equal_seeds(half, prompts[:HALF_PROMPTS], **HALF)
   display = []
   if SEQUENCES.value:
+    shown_length = min(SHOWN_LENGTH, c['prompt_length'])
     display = tiers.against_plain_text(
       subject,
-      workspace.prompts('test', SHOWN_PROMPTS, SHOWN_LENGTH),
+      workspace.prompts('test', SHOWN_PROMPTS, shown_length),
       batches=-(-SEQUENCES.value // (SHOWN_PROMPTS * SHOWN['each'])),
       **SHOWN,
     )
@@ -249,7 +251,10 @@ def show(report):
   for found in report['equal_seeds_bfloat16']:
     print(equal_seeds(found), '(bfloat16, which does not decide)')
   if report['display']:
-    print('samples against samples, which does not decide:')
+    print(
+      f'samples against samples in tables of {CELLS} cells, less what two'
+      ' samples of one law differ by; which does not decide:'
+    )
   for row in report['display']:
     print(distances(row))
   if report['verdict'] == 'LOSSY':
@@ -308,7 +313,10 @@ def equal_seeds(found) -> str:
 
 def distances(row) -> str:
   """One pair of arms in the usual display."""
-  lines = [f'plain against {row["arm"]}, {row["sequences"]:,} sequences']
+  lines = [
+    f'plain against {row["arm"]}, {row["sequences"]:,} sequences of'
+    f' {SHOWN["max_new_tokens"]} tokens each'
+  ]
   lines += [
     f'{x["n"]}-grams: KL {x["kl"]:+.4f} [{x["kl_low"]:+.4f},'
     f' {x["kl_high"]:+.4f}], TV {x["tv"]:+.4f} [{x["tv_low"]:+.4f},'

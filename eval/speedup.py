@@ -20,6 +20,7 @@ from absl import flags
 
 from specjax import (
   certify,
+  corpora,
   draft_length,
   experiment,
   logs,
@@ -128,7 +129,7 @@ def measure(workspace: Workspace, draft: str):
       )
   keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
-  text = workspace.prompts('validation', largest, decode['prompt_length'] + new)
+  text = held_out(workspace, largest, decode['prompt_length'] + new)
   return {
     'device': runs.device(),
     'versions': runs.versions(),
@@ -152,6 +153,13 @@ def measure(workspace: Workspace, draft: str):
     'sweep': rows,
     'config': config,
   }
+
+
+def held_out(workspace: Workspace, count: int, length: int):
+  """Held-out text, nothing where there is no text at all."""
+  if workspace.corpus.name == corpora.NONE:
+    return []
+  return workspace.prompts('validation', count, length)
 
 
 def ladder(c, k, seconds):

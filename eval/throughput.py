@@ -48,7 +48,8 @@ def main(config, folder):
     )
   c, size = config['distill'], config['corpus']['vocab_size']
   target = Transformer(
-    TransformerConfig(vocab_size=size, **config['target']), nnx.Rngs(0)
+    TransformerConfig(vocab_size=size, **settings.sizes(config['target'])),
+    nnx.Rngs(0),
   )
   draft = {**config['draft'], 'k': config['decode']['k']}
   drafter = drafters.find(draft['drafter']).build(draft, size, nnx.Rngs(1))

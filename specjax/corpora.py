@@ -7,6 +7,7 @@ A corpus is chosen by a string:
 - `files:GLOB`: local text files, such as `files:~/books/**/*.txt`.
 - `tfds:NAME` or `NAME`: a set of the tensorflow-datasets catalogue that has a
   text field, such as `tfds:wiki40b/en`.
+- `none`: no text, for a draft that learns on what its target writes.
 
 TensorFlow is not needed.
 """
@@ -28,6 +29,10 @@ import tensorflow_datasets as tfds
 from specjax import documents
 
 DATA_DIR = '~/.cache/specjax'
+
+_FILES = 'files:'
+NONE = 'none'
+EMPTY = 4096  # documents in each of its splits: as many prompts there are
 
 # Part of the corpus hash: raise it when documents are cut or split otherwise.
 _VERSION = '1.0.0'
@@ -78,7 +83,11 @@ class Corpus:
 
 
 def load(
-  name: str, *, data_dir: str = DATA_DIR, text_field: str | None = None
+  name: str,
+  *,
+  data_dir: str = DATA_DIR,
+  text_field: str | None = None,
+  test: str | None = None,
 ) -> Corpus:
   """Opens a corpus, preparing it if no earlier call with this folder did.
 
@@ -88,6 +97,8 @@ def load(
       so a file that changes makes a new corpus.
     text_field: field that holds the text of a catalogue set; needed only where
       there are several and none is called `text`.
+    test: `files:GLOB` of the test split of local text, which is then not cut
+      from the rest.
 
   Returns:
     The corpus. Local documents are split by a hash of their text, which does
@@ -97,15 +108,26 @@ def load(
     its train split by position, so texts that it repeats may be on both sides.
 
   Raises:
-    ValueError: no file matches, the text is too little for three splits, or
-      the name, the field or the splits of a catalogue set are not there.
+    ValueError: no file matches, the text is too little for three splits, a
+      test split is given for what has its own, or the name, the field or the
+      splits of a catalogue set are not there.
     RuntimeError: a catalogue set could not be downloaded or read.
   """
   root = pathlib.Path(data_dir).expanduser().absolute()
+  local = name.startswith(_FILES)
+  if test and not (local and test.startswith(_FILES)):
+    raise ValueError(
+      f'a test split of its own, {test!r}, is for local text: both it and the'
+      f' corpus, {name!r}, must be {_FILES}GLOB'
+    )
   if name == 'stdlib':
     return _local(name, documents.stdlib(), root)
-  if name.startswith('files:'):
-    return _local(name, documents.files(name.removeprefix('files:')), root)
+  if local:
+    apart = documents.files(test.removeprefix(_FILES)) if test else ()
+    found = documents.files(name.removeprefix(_FILES))
+    return _local(name, found, root, tuple(apart))
+  if name == NONE:
+    return _none(root)
   return _catalogue(name.removeprefix('tfds:'), root, text_field)
 
 
@@ -114,9 +136,15 @@ class SpecjaxText(tfds.core.GeneratorBasedBuilder):
 
   VERSION = tfds.core.Version(_VERSION)
 
-  def __init__(self, *, texts: Sequence[documents.Document], **kwargs):
+  def __init__(
+    self,
+    *,
+    texts: Sequence[documents.Document],
+    test: Sequence[documents.Document] = (),
+    **kwargs,
+  ):
     """Takes the documents to write, and what every builder takes."""
-    self._texts = texts
+    self._texts, self._test = texts, test
     super().__init__(file_format='array_record', **kwargs)
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -132,7 +160,7 @@ class SpecjaxText(tfds.core.GeneratorBasedBuilder):
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
     del dl_manager
-    splits = documents.assign(self._texts)
+    splits = documents.assign(self._texts, self._test)
     return {
       name: self._generate_examples(texts) for name, texts in splits.items()
     }
@@ -145,10 +173,16 @@ class SpecjaxText(tfds.core.GeneratorBasedBuilder):
 
 
 def _local(
-  name: str, found: Iterable[documents.Document], root: pathlib.Path
+  name: str,
+  found: Iterable[documents.Document],
+  root: pathlib.Path,
+  test: Sequence[documents.Document] = (),
 ) -> Corpus:
   # Repeats go, so that no text is both trained on and held out.
-  texts = list({d.text: d for d in found if d.text.strip()}.values())
+  apart = {d.text: d for d in test if d.text.strip()}
+  unique = {d.text: d for d in found if d.text.strip()}
+  texts = [d for text, d in unique.items() if text not in apart]
+  test = list(apart.values())
   if len(texts) < len(documents.SPLITS):
     raise ValueError(
       f'corpus {name!r} has {len(texts)} documents, which leaves a split empty:'
@@ -158,14 +192,25 @@ def _local(
   hasher = hashlib.sha256(_VERSION.encode())
   for text in texts:
     hasher.update(documents.digest(text.text))
+  if test:
+    hasher.update(b'test')
+    for text in test:
+      hasher.update(documents.digest(text.text))
   directory = root / hasher.hexdigest()[:16]
-  builder = SpecjaxText(data_dir=directory, texts=texts)
+  builder = SpecjaxText(data_dir=directory, texts=texts, test=test)
   _prepare(builder, quiet=True)
   splits = {
     split: Documents(builder.as_data_source(split), 'text')
     for split in documents.SPLITS
   }
   return Corpus(name, hasher.hexdigest(), directory, splits)
+
+
+def _none(root: pathlib.Path) -> Corpus:
+  digest = hashlib.sha256(f'{_VERSION} {NONE} {EMPTY}'.encode()).hexdigest()
+  empty = Documents([{'text': ''}] * EMPTY, 'text')
+  splits = dict.fromkeys(documents.SPLITS, empty)
+  return Corpus(NONE, digest, root / digest[:16], splits)
 
 
 def _catalogue(name: str, root: pathlib.Path, field: str | None) -> Corpus:

@@ -35,7 +35,8 @@ def encode_split(
   Args:
     corpus: the documents.
     split: 'train', 'validation' or 'test'.
-    tokenizer: encodes each document; its `eos_id` is put after each.
+    tokenizer: encodes each document; its `start` is put before each and its
+      `eos_id` after.
     progress: called with the documents done and the documents there are.
 
   Returns:
@@ -51,7 +52,8 @@ def encode_split(
       stop = min(start + _CHUNK, len(documents))
       texts = [documents[i] for i in range(start, stop)]
       for ids in tokenizer.encode_batch(texts):
-        chunks.append(np.array([*ids, tokenizer.eos_id], dtype))
+        document = [*tokenizer.start, *ids, tokenizer.eos_id]
+        chunks.append(np.array(document, dtype))
       if progress is not None:
         progress(stop, len(documents))
     with files.atomic(path) as file:

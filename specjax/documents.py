@@ -67,11 +67,14 @@ def files(pattern: str) -> Iterator[Document]:
       yield Document(f'{path}#{i}', piece)
 
 
-def assign(documents: Sequence[Document]) -> dict[str, list[Document]]:
+def assign(
+  documents: Sequence[Document], test: Sequence[Document] = ()
+) -> dict[str, list[Document]]:
   """Splits documents by a hash of their text.
 
   Args:
     documents: at least three, of distinct text.
+    test: the last split, if it is not to be taken from them.
 
   Returns:
     The documents of each split, in the order given.
@@ -81,14 +84,17 @@ def assign(documents: Sequence[Document]) -> dict[str, list[Document]]:
     for document in documents
   }
   order = sorted(documents, key=draws.__getitem__)
-  validation = max(1, sum(u < HELD_OUT for u in draws.values()))
-  test = max(1, sum(u < 2 * HELD_OUT for u in draws.values()) - validation)
+  held = [sum(u < n * HELD_OUT for u in draws.values()) for n in (1, 2)]
+  validation = max(1, held[0])
   split_of = dict.fromkeys(order, 'train')
   split_of |= dict.fromkeys(order[:validation], 'validation')
-  split_of |= dict.fromkeys(order[validation:][:test], 'test')
-  return {
+  if not test:
+    count = max(1, held[1] - validation)
+    split_of |= dict.fromkeys(order[validation:][:count], 'test')
+  splits = {
     split: [d for d in documents if split_of[d] == split] for split in SPLITS
   }
+  return {**splits, 'test': list(test)} if test else splits
 
 
 def digest(text: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -35,6 +36,18 @@ def atomic(path: str | os.PathLike) -> Iterator[BinaryIO]:
     os.replace(partial, path)
   finally:
     partial.unlink(missing_ok=True)
+
+
+def sha256(path: str | os.PathLike) -> str:
+  """SHA-256 of a file, in hexadecimal.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  if not os.path.isfile(path):
+    raise FileNotFoundError(f'there is no file {path}')
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,15 @@ Path = pathlib.Path
 ABSENT = '(absent)'
 # What a run did that was made before its page had these, by the last part of
 # the name.
-LATER = {'accumulate': 1, 'dtype': 'float32', 'patience': 0, 'remat': False}
+LATER = {
+  'accumulate': 1,
+  'dtype': 'float32',
+  'path': '',
+  'patience': 0,
+  'remat': False,
+  'test': '',
+  'tokenizer_path': '',
+}
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from specjax import (
+  corpora,
   draft_length,
   drafters,
   losses,
@@ -66,6 +67,8 @@ _NOT_NEGATIVE = (
   'temperatures',
   'weight_decay',
 )
+# Of the target, but no sizes of it.
+_ADOPTED = 'path', 'tokenizer_path', 'sha256'
 _MAY_BE_EMPTY = ('controllers',)
 _WEIGHTS = ('kl_weight',)  # which may be infinite
 
@@ -95,8 +98,12 @@ def check(config: Mapping[str, Any]) -> None:
   for section in ('pretrain', 'distill'):
     if config.get(section):
       _check_training(section, config[section])
-  if 'target' in config:
-    TransformerConfig(vocab_size=2, **config['target'])
+  if 'target' in config and not config['target'].get('path'):
+    if 'width' not in config['target']:
+      raise ValueError('target.path is empty, and target has no sizes either')
+    TransformerConfig(vocab_size=2, **sizes(config['target']))
+  if config.get('corpus', {}).get('name') == corpora.NONE:
+    _check_without_text(config)
   if 'draft' in config:
     drafters.find(config['draft']['drafter'])
   if 'data' in config:
@@ -163,6 +170,31 @@ def _check_training(section: str, training: Mapping[str, Any]) -> None:
       f'{section}.dtype is {training["dtype"]!r}: use'
       f' {" or ".join(products.DTYPES)}'
     )
+
+
+def sizes(target: Mapping[str, Any]) -> dict[str, Any]:
+  """The section `target` without what says where else it comes from."""
+  return {key: value for key, value in target.items() if key not in _ADOPTED}
+
+
+def _check_without_text(config: Mapping[str, Any]) -> None:
+  """Refuses to train on text, or to ask for prompts of it, where none is."""
+  none = f'corpus.name is {corpora.NONE!r}'
+  if not config['target'].get('path'):
+    raise ValueError(
+      f'{none}: a target cannot be trained on that, name one with target.path'
+    )
+  if config.get('data', {}).get('corpus', 1):
+    raise ValueError(
+      f'{none}: data.corpus must be 0, and data.target or data.draft the rest'
+    )
+  for section in ('data', 'validation', 'decode'):
+    length = config.get(section, {}).get('prompt_length', 1)
+    if length != 1:
+      raise ValueError(
+        f'{none}: {section}.prompt_length is {length} and must be 1, the token'
+        ' that begins a text'
+      )
 
 
 def _check_draft_lengths(config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: raw bytes, and a byte-level BPE trained on the corpus.
+"""Tokenizers: raw bytes, a BPE trained on the corpus, one that came along.
 
 Every id stands for a fixed string of bytes, and the end-of-document id for
 none. Decoding is joining them, so a stream of ids can be printed as it comes
@@ -12,7 +12,9 @@ import codecs
 import functools
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -30,11 +32,13 @@ class Tokenizer(abc.ABC):
     serialised: the JSON text that `save` writes; it determines the tokenizer.
     pieces: the bytes of each id; empty for `eos_id`.
     eos_id: ends a document. No text encodes to it.
+    bos_id: begins a document, where the models of this tokenizer want that.
   """
 
   serialised: str
   pieces: tuple[bytes, ...]
   eos_id: int
+  bos_id: int | None = None
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -43,6 +47,11 @@ class Tokenizer(abc.ABC):
   def encode(self, text: str) -> list[int]:
     """The ids of `text`, without an end of document."""
     return self.encode_batch([text])[0]
+
+  @property
+  def start(self) -> list[int]:
+    """What stands before the ids of a document: nothing, or `bos_id`."""
+    return [] if self.bos_id is None else [self.bos_id]
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -184,6 +193,89 @@ class BPE(Tokenizer):
     return [encoding.ids for encoding in encodings]
 
 
+class ScoredBPE(Tokenizer):
+  """Byte-pair encoding by scores, as SentencePiece and llama2.c have it.
+
+  A text is cut into characters, those that are no piece into bytes; then the
+  neighbours whose union is the piece of the highest score are merged, the
+  leftmost first, until none is. A space is put before a text, so that its first
+  word is a word like others, and decoding gives the text with that space.
+  """
+
+  eos_id = 2
+  bos_id = 1
+  _CONTROL = 3  # unknown, begin, end: ids that no text has
+
+  def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
+    """Takes pieces and scores by id.
+
+    Args:
+      pieces: the bytes of each; '<0x0A>' stands for the byte 10.
+      scores: the higher, the earlier it is merged.
+
+    Raises:
+      ValueError: a byte has no piece.
+    """
+    self.serialised = json.dumps(
+      {
+        'model': {
+          'type': 'ScoredBPE',
+          # Latin-1 has a character for each byte.
+          'pieces': [piece.decode('latin-1') for piece in pieces],
+          'scores': list(scores),
+        }
+      }
+    )
+    self._raw, self._scores = tuple(pieces), tuple(scores)
+    own = range(self._CONTROL, len(pieces))
+    self._ids = {pieces[i]: i for i in reversed(own)}
+    self._bytes = []
+    for byte in range(256):
+      name = f'<0x{byte:02X}>'
+      if name.encode() not in self._ids:
+        raise ValueError(f'the tokenizer has no piece {name}')
+      self._bytes.append(self._ids[name.encode()])
+    text = [b''] * self._CONTROL + [pieces[i] for i in own]
+    for byte, i in enumerate(self._bytes):
+      text[i] = bytes([byte])
+    self.pieces = tuple(text)
+    # Where no piece goes on behind a word, words can be taken one by one.
+    apart = not any(re.search(rb'[^ ] ', piece) for piece in self._ids)
+    self._words = re.compile(r' *[^ ]+| +' if apart else r'(?s:.+)')
+    self._word = functools.lru_cache(1 << 16)(self._encode_word)
+
+  @classmethod
+  def parse(cls, serialised: str) -> ScoredBPE:
+    """The inverse of `serialised`."""
+    model = json.loads(serialised)['model']
+    pieces = [piece.encode('latin-1') for piece in model['pieces']]
+    return cls(pieces, model['scores'])
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes several texts."""
+    return [self._encode(text) for text in texts]
+
+  def _encode(self, text: str) -> list[int]:
+    words = self._words.findall(f' {text}') if text else ()
+    return [i for word in words for i in self._word(word)]
+
+  def _encode_word(self, word: str) -> tuple[int, ...]:
+    ids = []
+    for character in word:
+      own = character.encode()
+      known = self._ids.get(own)
+      ids += [self._bytes[b] for b in own] if known is None else [known]
+    while True:
+      found, best, at = None, -math.inf, 0
+      for i in range(len(ids) - 1):
+        union = self._ids.get(self._raw[ids[i]] + self._raw[ids[i + 1]])
+        if union is not None and self._scores[union] > best:
+          found, best, at = union, self._scores[union], i
+      if found is None:
+        return tuple(ids)
+      ids[at : at + 2] = [found]
+
+
 def load(path: str | os.PathLike) -> Tokenizer:
   """Reads what `Tokenizer.save` wrote.
 
@@ -230,4 +322,8 @@ def _byte_of_character() -> dict[str, int]:
   }
 
 
-_PARSERS = {'Bytes': Bytes.parse, 'BPE': BPE.parse}
+_PARSERS = {
+  'Bytes': Bytes.parse,
+  'BPE': BPE.parse,
+  'ScoredBPE': ScoredBPE.parse,
+}

@@ -26,6 +26,7 @@ from specjax import (
   data,
   draft_length,
   drafters,
+  files,
   pricing,
   runs,
   settings,
@@ -40,6 +41,7 @@ from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
+from specjax.models import llama2c
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch, Drafter, DraftLength, Warp
 
@@ -96,6 +98,10 @@ class Workspace:
     elif (folder / 'corpus.json').exists():
       frozen = ('corpus',)
     config = {**config, 'workdir': str(folder)}
+    if config['target'].get('path'):
+      # Another file under the same name is another target.
+      found = files.sha256(config['target']['path'])
+      config['target'] = {**config['target'], 'sha256': found}
     runs.open_run(folder, config, frozen, set(config) - set(frozen))
     return cls(folder, runs.read_json(folder / 'config.json'))
 
@@ -119,7 +125,12 @@ class Workspace:
         f' --workdir {folder}`'
       )
     settings.check(config)
-    runs.refuse_changes(folder, runs.read_json(path), config, TARGET)
+    began = runs.read_json(path)
+    if 'sha256' in began['target']:
+      # The run has what was in the file, which may be gone.
+      found = {**config['target'], 'sha256': began['target']['sha256']}
+      config = {**config, 'target': found}
+    runs.refuse_changes(folder, began, config, TARGET)
     return cls(folder, config)
 
   @functools.cached_property
@@ -131,7 +142,9 @@ class Workspace:
     """
     wanted = self.config['corpus']
     corpus = corpora.load(
-      wanted['name'], text_field=wanted['text_field'] or None
+      wanted['name'],
+      text_field=wanted['text_field'] or None,
+      test=wanted.get('test') or None,
     )
     record = self.folder / 'corpus.json'
     if not record.exists():
@@ -147,7 +160,7 @@ class Workspace:
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
-    """The run's tokenizer, trained on the train split if there is none."""
+    """The run's tokenizer, trained or read if there is none."""
     path = self.folder / 'tokenizer.json'
     if not path.exists():
       self._new_tokenizer().save(path)
@@ -169,10 +182,27 @@ class Workspace:
 
   def new_target(self, seed: int) -> Transformer:
     """An untrained target."""
-    sizes = TransformerConfig(
-      vocab_size=self.tokenizer.vocab_size, **self.config['target']
-    )
+    sizes = TransformerConfig(**self.target_config)
     return Transformer(sizes, nnx.Rngs(seed))
+
+  @property
+  def target_config(self) -> dict[str, Any]:
+    """All that is needed to build the target again, if it is trained here."""
+    sizes = settings.sizes(self.config['target'])
+    return {**sizes, 'vocab_size': self.tokenizer.vocab_size}
+
+  def adopt_target(self) -> None:
+    """Makes the model at `target.path` the run's target, if it has none yet.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not what it should be, nor is its tokenizer.
+    """
+    folder = self.folder / 'target'
+    if checkpoint.Checkpoints(folder).latest() is None:
+      tokenizer, wanted = self.tokenizer, self.config['target']
+      target = llama2c.load(wanted['path'], wanted['dtype'])
+      checkpoint.save_model(folder, target, {'tokenizer': tokenizer.hash})
 
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it."""
@@ -202,7 +232,8 @@ class Workspace:
     command = f'python train/pretrain.py --workdir {self.folder}'
     self._require(folder, 'target', command)
     done = checkpoint.Checkpoints(folder).latest()
-    steps = self.config['pretrain']['steps']
+    adopted = self.config['target'].get('path')
+    steps = 0 if adopted else self.config['pretrain']['steps']
     if done < steps:
       raise ValueError(
         f'the target in {folder} is at step {done} of {steps}: `{command}` goes'
@@ -351,7 +382,12 @@ class Workspace:
     return [Batch(*row) for row in zip(*batch, strict=True)]
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:
-    wanted = self.config['corpus']
+    target, wanted = self.config['target'], self.config['corpus']
+    if target.get('path'):
+      path = target['tokenizer_path'] or llama2c.tokenizer_beside(
+        target['path']
+      )
+      return llama2c.load_tokenizer(path, target['path'])
     kind = wanted['tokenizer']
     if kind == 'bytes':
       return tokenizers.Bytes()

@@ -213,3 +213,29 @@ def test_errors_are_one_line_that_names_what_to_do(tmp_path):
   offline = message(RuntimeError, 'specjax_offline')
   assert 'no route to host' in offline and 'tfds build' in offline
   assert 'a long story' not in offline
+
+
+def test_a_test_split_of_its_own_has_nothing_that_is_trained_on(tmp_path):
+  name = _write(tmp_path, 30)
+  (tmp_path / 'test').mkdir()
+  (tmp_path / 'test' / 'a.txt').write_text('document 7\nof the corpus\n')
+  (tmp_path / 'test' / 'b.txt').write_text('another\n')
+  test, cache = f'files:{tmp_path}/test/*.txt', tmp_path / 'cache'
+  corpus = corpora.load(name, data_dir=cache, test=test)
+  texts = _texts(corpus)
+  assert texts['test'] == ['document 7\nof the corpus\n', 'another\n']
+  assert not set(texts['test']) & {*texts['train'], *texts['validation']}
+  assert len(texts['train']) + len(texts['validation']) == 29
+  # Without it, and with less in it, they are other corpora.
+  (tmp_path / 'test' / 'b.txt').unlink()
+  less = corpora.load(name, data_dir=cache, test=test)
+  plain = corpora.load(name, data_dir=cache)
+  assert len({corpus.hash, less.hash, plain.hash}) == 3
+  for one, other in (('stdlib', test), (name, 'stdlib')):
+    with pytest.raises(ValueError, match='test split of its own'):
+      corpora.load(one, data_dir=cache, test=other)
+
+
+def test_no_text_is_a_corpus_too(tmp_path):
+  texts = _texts(corpora.load('none', data_dir=tmp_path))
+  assert texts == dict.fromkeys(documents.SPLITS, [''] * corpora.EMPTY)

@@ -40,6 +40,23 @@ def _assert_batch(batch, tokens, segments, weight):
   assert batch.weight.dtype == np.float32
 
 
+class Started(tokenizers.Bytes):
+  bos_id = 7
+
+
+def test_documents_begin_as_the_tokenizer_has_it(tmp_path):
+  corpus = _corpus(tmp_path)
+  plain = data.encode_split(corpus, 'test', tokenizers.Bytes())
+  tokenizer = Started()
+  tokenizer.serialised = 'another'
+  started = data.encode_split(corpus, 'test', tokenizer)
+  begins = np.concatenate([[True], started[:-1] == tokenizer.eos_id])
+  assert (started[begins] == 7).all()
+  np.testing.assert_array_equal(started[~begins], plain)
+  first = data.prompts(started, tokenizer.eos_id, 2, 1, seed=0)
+  np.testing.assert_array_equal(first, [[7], [7]])
+
+
 def test_two_documents_and_padding_in_one_window():
   (window,) = _windows([[1, 2], [3]], 6)
   _assert_batch(

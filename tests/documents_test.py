@@ -29,6 +29,16 @@ def test_three_documents_make_three_splits():
   assert [len(d) for d in documents.assign(given).values()] == [1, 1, 1]
 
 
+def test_a_test_split_of_its_own_leaves_the_others_as_they_were():
+  given = [documents.Document(f'{i}', f'text {i}') for i in range(100)]
+  apart = [documents.Document('apart', 'text 1000')]
+  alone, beside = documents.assign(given), documents.assign(given, apart)
+  assert beside['test'] == apart
+  assert beside['validation'] == alone['validation']
+  both = sorted(alone['train'] + alone['test'], key=given.index)
+  assert beside['train'] == both
+
+
 def test_one_large_file_is_cut_at_line_ends_and_loses_nothing(tmp_path):
   lines = [f'line {i} of a long book\n' for i in range(4000)]
   (tmp_path / 'book.txt').write_text(''.join(lines))

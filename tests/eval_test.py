@@ -23,7 +23,7 @@ def run(tmp_path_factory):
   runs.open_run(folder, config, (), set(config))
   config = runs.read_json(folder / 'config.json')
   workspace = Workspace(folder, config)
-  sizes = config['target'] | {'vocab_size': workspace.tokenizer.vocab_size}
+  sizes = workspace.target_config
   for name, model, description in (
     ('target', workspace.new_target(0), sizes),
     ('draft', workspace.new_drafter(1), workspace.draft_config),

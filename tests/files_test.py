@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 
 from specjax import files
@@ -15,3 +17,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     raise KeyboardInterrupt
   assert path.read_bytes() == b'first'
   assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path):
+  (tmp_path / 'file').write_bytes(b'bytes' * 10**5)
+  wanted = hashlib.sha256(b'bytes' * 10**5).hexdigest()
+  assert files.sha256(tmp_path / 'file') == wanted
+  with pytest.raises(FileNotFoundError, match='there is no file'):
+    files.sha256(tmp_path / 'none')

@@ -68,6 +68,15 @@ def test_a_changed_run_is_refused_and_left_alone(tmp_path):
   assert runs.read_json(tmp_path / 'config.json')['target']['width'] == 64
 
 
+def test_an_empty_key_that_a_run_does_not_know_is_no_change(tmp_path):
+  runs.open_run(tmp_path, CONFIG, ())
+  later = {**CONFIG['target'], 'path': ''}
+  runs.open_run(tmp_path, {**CONFIG, 'target': later}, ('target',))
+  later['path'] = 'x'
+  with pytest.raises(ValueError, match='target.path:  -> x'):
+    runs.open_run(tmp_path, {**CONFIG, 'target': later}, ('target',))
+
+
 def test_only_fresh_sections_are_replaced(tmp_path):
   runs.open_run(tmp_path, CONFIG, ())
   new = {'workdir': 'y', 'target': {'width': 1}, 'draft': {'width': 9}}

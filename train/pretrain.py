@@ -29,7 +29,16 @@ def main(config, folder):
 
 
 def pretrain(workspace: Workspace):
-  """Trains the target of a run, from its newest checkpoint if it has one."""
+  """Trains the target of a run, from its newest checkpoint if it has one.
+
+  One that `config.target.path` names is loaded instead.
+  """
+  path = workspace.config['target'].get('path')
+  if path:
+    workspace.adopt_target()
+    size = sum(leaf.size for leaf in jax.tree.leaves(workspace.target()))
+    print(f'target: {size:,} parameters, from {path}')
+    return
   c = workspace.config['pretrain']
   windows = workspace.windows('train')
   held_out = workspace.windows('validation')
@@ -53,8 +62,7 @@ def pretrain(workspace: Workspace):
     folder=workspace.folder / 'target',
     log=workspace.folder / 'logs' / 'pretrain',
     meta={
-      'model': dict(workspace.config['target'])
-      | {'vocab_size': workspace.tokenizer.vocab_size},
+      'model': workspace.target_config,
       'tokenizer': workspace.tokenizer.hash,
       'config': {key: workspace.config[key] for key in TARGET},
     },

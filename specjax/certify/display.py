@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+CELLS = 64  # of a table, at most
 FEWEST = 40  # sequences, of both arms together, that make a cell
 
 
@@ -20,7 +21,7 @@ def compare(
   other: np.ndarray,
   *,
   grams: int = 3,
-  cells: int = 64,
+  cells: int = CELLS,
   repeats: int = 200,
   seed: int = 0,
 ) -> list[dict[str, Any]]:
