@@ -1,11 +1,11 @@
 """What rounds of decoding cost on the device at hand, measured and kept.
 
-All of it is timed where decoding stands, behind a prompt that has been read, and
-with the programs that decode: a round is one of `decode.advance` with the real drafter,
-so that the rule, the warp, the draw and all bookkeeping are in its price. Its
-drafting, c, is timed alone; v is what remains of the round. Timed apart, a bare
-pass of the target and a bare draft make up less than a round, and predictions
-from them promise too much.
+All of it is timed where decoding stands, behind a prompt that has been read,
+and with the programs that decode: a round is one of `decode.advance` with the
+real drafter, so that the rule, the warp, the draw and all bookkeeping are in
+its price. Its drafting, c, is timed alone; v is what remains of the round.
+Timed apart, a bare pass of the target and a bare draft make up less than a
+round, and predictions from them promise too much.
 
 Costs depend neither on the tokens nor on how many are accepted: shapes are
 fixed, and attention reads the whole buffer however much of it is filled.
