@@ -19,6 +19,8 @@ PAGES = sorted(
   if not path.name.startswith('ablation_')
 )
 
+WHOLE = 'stdlib.py'  # goes through all commands
+
 
 def model(folder):
   """A target that a page asks for, and its tokenizer."""
@@ -55,11 +57,21 @@ def test_there_are_pages():
   assert PAGES
 
 
-@pytest.mark.parametrize('page', PAGES)
-def test_from_text_to_a_measured_speedup(page, tmp_path):
+@pytest.mark.parametrize('page', [page for page in PAGES if page != WHOLE])
+def test_every_page_distils_and_decodes(page, tmp_path):
   folder = tmp_path / 'run'
   here = f'--config=configs/{page}:tiny', f'--workdir={folder}'
   here += tuple(given(page, tmp_path))
+  for script in ('train/distill.py', 'eval/generate.py'):
+    code, _, error = scripts.run(script, *here)
+    assert code == 0, error
+  for name in ('target', 'draft'):
+    assert Checkpoints(folder / name).latest() is not None
+
+
+def test_from_text_to_a_measured_speedup(tmp_path):
+  folder = tmp_path / 'run'
+  here = f'--config=configs/{WHOLE}:tiny', f'--workdir={folder}'
 
   def run(script, *more):
     code, out, error = scripts.run(script, *here, *more)
