@@ -1,15 +1,16 @@
 """The small replication: six layers, a draft of two, WikiText-2.
 
     python train/distill.py --config configs/wikitext2.py \
-        --config.corpus.name=files:wikitext-2/wiki.train.tokens \
-        --config.corpus.test=files:wikitext-2/wiki.test.tokens
+        --config.corpus.name=files:wikitext-2/train.txt \
+        --config.corpus.test=files:wikitext-2/test.txt
     python eval/losslessness.py --workdir runs/wikitext2 \
         --num_tokens=64000 --sequences=16000
 
 The second command is the figure: speculative against plain text, and plain
 against plain beside it, by a KL over tables of 64 cells less its mean where
 both are of one law. The text is at huggingface.co/datasets/Salesforce/wikitext,
-`wikitext-2-v1`; its valid split alone will do to try this.
+`wikitext-2-v1`, whose splits are tables: write the rows of each to a text file.
+Its valid split alone will do to try this.
 """
 
 import pathlib
