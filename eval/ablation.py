@@ -6,9 +6,11 @@ Trains a draft for each point of `config.ablation.axes`, the product of its
 values, and each of `config.ablation.seeds`; `--axis=draft.model.width=64,128`
 adds an axis or replaces one, and a key of `decode` trains nothing further.
 Drafts that differ in KL weight and seed alone train together, behind one shared
-pass of the target: they see the same batches, so that intervals are over
-initialisations. `--compare=20` trains nothing, and times twenty such steps
-against the same steps one draft after the other.
+pass of the target and on the same batches, so that intervals are over
+initialisations. (Text that the target writes is drafted by the first of those
+that train together: its law does not depend on that, its tokens do.)
+`--compare=20` trains nothing, and times twenty such steps against the same
+steps one draft after the other.
 
 Writes `ablation.html` (all of it in one file), `.csv`, `.json` and pictures
 into the run, and makes the best draft the run's draft where it has none. The
@@ -33,6 +35,7 @@ from specjax import (
   ablation_report,
   axes,
   experiment,
+  files,
   findings,
   logs,
   recipes,
@@ -61,6 +64,13 @@ def main(config, folder):
   for key, some in values.items():
     put_axis(config['ablation']['axes'], key, some)
   points = ablation.points(config, values)
+  # Two at a time would plan the same folders for different drafts.
+  with files.alone(folder / 'ablation'):
+    ablate(config, folder, values, points)
+
+
+def ablate(config, folder, values, points):
+  """Goes through the points, from where an earlier call was stopped."""
   groups = ablation.groups(points)
   ablation.begin(folder / 'ablation', config, values)
   workspace = Workspace.create(folder, config)
@@ -74,7 +84,8 @@ def main(config, folder):
   ]
   foretell(workspace, points, groups, plan)
   if COMPARE.value:
-    return compare(workspace, target, groups[0])
+    compare(workspace, target, groups[0])
+    return
   found, best = {}, None
   clock = Clock(
     sum(not ablation.is_done(path, group) for group, path, _ in plan)
@@ -316,13 +327,16 @@ def promote(workspace, point, row, drafter):
     print(f'best: {what}; {drafts.directory} stays as it is')
     return
   own = Workspace(workspace.folder, point.config)
+  # The seed of its first weights; its batches were those of seed 0.
+  c = point.config['distill']
+  config = {**point.config, 'distill': {**c, 'seed': c['seed'] + point.seed}}
   drafts.save(
-    point.config['distill']['steps'],
+    c['steps'],
     {'model': drafter},
     {
       'model': own.draft_config,
       'tokenizer': workspace.tokenizer.hash,
-      'config': recipes.made_with(point.config),
+      'config': recipes.made_with(config),
     },
     score=row['block_efficiency'],
   )

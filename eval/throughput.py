@@ -87,13 +87,14 @@ def main(config, folder):
 
 def ours(config, target, drafter, tokens):
   """A call that makes `STEPS` updates, the first from the same weights."""
-  c = config['distill']
-  tx = optimizing.optimizer(c['learning_rate'], 2, 0)
+  tx, step = recipes.optimization(
+    {**config['distill'], 'weight_decay': 0.0},
+    recipes.loss(config),
+    batch=1,
+  )
   batch = Batch(tokens, np.ones_like(tokens), np.ones(tokens.shape, np.float32))
   weights = distill.objective(config['loss']['kl_weight'])
-  step = jax.jit(
-    optimizing.make_step(recipes.loss(config), tx), donate_argnums=0
-  )
+  step = jax.jit(step, donate_argnums=0)
   state = optimizing.init(drafter, tx)
 
   def call():

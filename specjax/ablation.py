@@ -211,11 +211,10 @@ def bytes_of(parameters: int, students: int) -> int:
 def _check(config: Mapping[str, Any]) -> None:
   """Refuses a point that could be trained and then not be measured."""
   settings.check(config)
-  k, tokens = config['decode']['k'], config['validation']['tokens']
-  if not 1 <= k < tokens:
+  k = config['decode']['k']
+  if k < 1:
     raise ValueError(
-      f'decode.k is {k}: an ablation measures drafts of at least one token and'
-      f' of fewer than validation.tokens, which is {tokens}'
+      f'decode.k is {k}: an ablation measures drafts of at least one token'
     )
 
 

@@ -128,13 +128,19 @@ def write(
   ]
   everything = {'axes': result.values, 'points': result.rows, 'means': means}
   runs.write_json(json, runs.portable(everything | about))
-  pictures = draw(folder, result)
+  pictures = draw(folder, result, config['decode']['temperature'])
   page = _page(folder, result, about, pictures)
   return [page, csv, json, *pictures]
 
 
-def draw(folder: Path, result: Ablation) -> dict[Path, str]:
-  """The pictures, with what each shows; none where nothing varies."""
+def draw(folder: Path, result: Ablation, temperature: float) -> dict[Path, str]:
+  """The pictures, with what each shows; none where nothing varies.
+
+  Args:
+    folder: of the pictures.
+    result: what was found.
+    temperature: of decoding, where that is no axis.
+  """
   axis, values = result.axis, result.values
   if axis is None:
     return {}
@@ -154,7 +160,7 @@ def draw(folder: Path, result: Ablation) -> dict[Path, str]:
   warm = [
     one
     for one in result.found
-    if one.settings.get('decode.temperature', 1.0) == 1.0
+    if one.settings.get('decode.temperature', temperature) == 1.0
   ]
   if warm:
     path = folder / 'ablation_floors.png'

@@ -62,6 +62,10 @@ class Checkpoints:
     scored = {step: s for step, s in scores.items() if s is not None}
     return max(scored, key=scored.get) if scored else self.latest()
 
+  def items(self, step: int) -> list[str]:
+    """Names of what was saved with a step."""
+    return sorted(self._record(step)['layout'])
+
   def meta(self, step: int) -> dict[str, Any]:
     """The JSON record that was saved with a step."""
     return self._record(step)['meta']

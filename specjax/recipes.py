@@ -84,7 +84,11 @@ def refuse_other_draft(
       'loss': {**LOSS, 'temperature': 1.0, **old['loss']},
       'data': _data_section(old),
     }
-    runs.refuse_changes(folder, old, made_with(config), DRAFT_SECTIONS, flag)
+    new, sections = made_with(config), DRAFT_SECTIONS
+    if 'decode' in old and drafts.latest() < config['distill']['steps']:
+      # Scores at another K or temperature could not be compared either.
+      sections = (*sections, 'decode')
+    runs.refuse_changes(folder, old, new, sections, flag)
 
 
 def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +97,7 @@ def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
     **{key: config[key] for key in DRAFT_SECTIONS if key in config},
     'loss': _loss_section(config),
     'data': _data_section(config),
+    'decode': {name: config['decode'][name] for name in ('k', 'temperature')},
   }
 
 

@@ -108,6 +108,15 @@ def check(config: Mapping[str, Any]) -> None:
     drafters.find(config['draft']['drafter'])
   if 'data' in config:
     _check_data(config)
+  if config.get('loss', {}).get('lookahead'):
+    _check_lookahead(config['loss'])
+  if 'decode' in config and 'validation' in config:
+    k, tokens = config['decode']['k'], config['validation']['tokens']
+    if k > tokens:
+      raise ValueError(
+        f'decode.k is {k}: drafts are measured on texts of validation.tokens,'
+        f' which is {tokens}, and must fit in'
+      )
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])
   _check_draft_lengths(config)
@@ -195,6 +204,16 @@ def _check_without_text(config: Mapping[str, Any]) -> None:
         f'{none}: {section}.prompt_length is {length} and must be 1, the token'
         ' that begins a text'
       )
+
+
+def _check_lookahead(loss: Mapping[str, Any]) -> None:
+  """Refuses a lookahead along what is no log-probability of passing."""
+  name = loss.get('divergence', 'forward_kl')
+  if name in losses.DIVERGENCES and name != 'neg_log_acceptance':
+    raise ValueError(
+      f'loss.lookahead is {loss["lookahead"]} and loss.divergence {name!r}: a'
+      " lookahead is for 'neg_log_acceptance'"
+    )
 
 
 def _check_draft_lengths(config: Mapping[str, Any]) -> None:

@@ -124,13 +124,7 @@ def load(path: Path) -> Text:
     raise FileNotFoundError(f'there is no file {path}')
   try:
     return Text(**dict(np.load(path)))
-  except (
-    OSError,
-    EOFError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-  ) as error:
+  except _BROKEN as error:
     raise ValueError(
       f'{path} is damaged ({error}): delete it, it will be written again'
     ) from error

@@ -76,13 +76,15 @@ def fit(
   """
   with files.alone(folder), Checkpoints(folder) as checkpoints:
     done = checkpoints.latest() or 0
-    if done:
-      saved = checkpoints.restore(
-        done, {'model': state.model, 'opt': state.opt}
-      )
-      state = TrainState(**saved, step=state.step + done)
     best = _Best(checkpoints)
-    if done >= steps or best.waited(done, every, patience):
+    over = done >= steps or best.waited(done, every, patience)
+    if done:
+      like = {'model': state.model, 'opt': state.opt}
+      if over and 'opt' not in checkpoints.items(done):
+        del like['opt']  # a draft that an ablation chose
+      saved = {'opt': state.opt, **checkpoints.restore(done, like)}
+      state = TrainState(**saved, step=state.step + done)
+    if over:
       return state
     speed = _Speed(tokens)
     with (

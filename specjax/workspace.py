@@ -100,8 +100,8 @@ class Workspace:
     config = {**config, 'workdir': str(folder)}
     if config['target'].get('path'):
       # Another file under the same name is another target.
-      found = files.sha256(config['target']['path'])
-      config['target'] = {**config['target'], 'sha256': found}
+      hashed = _hash_of_target(folder, config['target']['path'])
+      config['target'] = {**config['target'], 'sha256': hashed}
     runs.open_run(folder, config, frozen, set(config) - set(frozen))
     return cls(folder, runs.read_json(folder / 'config.json'))
 
@@ -409,6 +409,16 @@ class Workspace:
         f'{folder} was trained with tokenizer {trained[:12]} and the run has'
         f' {self.tokenizer.hash[:12]}: train it again in another --workdir'
       )
+
+
+def _hash_of_target(folder: Path, path: str) -> str:
+  """That of the file, or of what the run took from it if it is gone."""
+  began = folder / 'config.json'
+  if not Path(path).exists() and began.exists():
+    target = runs.read_json(began)['target']
+    if target.get('path') == path:
+      return target['sha256']
+  return files.sha256(path)
 
 
 def _build_drafter(config: Mapping[str, Any], vocab_size: int, rngs) -> Drafter:

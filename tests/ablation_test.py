@@ -23,6 +23,7 @@ from specjax import (
   optimizing,
   runs,
   scoring,
+  settings,
   students,
   warps,
 )
@@ -112,7 +113,7 @@ def test_a_section_is_an_axis_of_dictionaries():
     ('draft.model=8', 'is a section'),
     ('decode.k=1,1', 'decode.k has 1 twice'),
     ('decode.k=0', 'decode.k is 0'),
-    ('decode.k=8', 'fewer than validation.tokens, which is 8'),
+    ('decode.k=9', 'validation.tokens, which is 8'),
     ('loss.kl_weight=-1', 'loss.kl_weight is -1.0'),
     ('decode.verify=nope', "no rule 'nope'"),
     ('draft.model.width=0', 'draft.model.width is 0'),
@@ -208,7 +209,8 @@ def workspace(tmp_path_factory):
   config = page()
   runs.open_run(folder, config, (), set(config))
   workspace = Workspace(folder, runs.read_json(folder / 'config.json'))
-  sizes = config['target'] | {'vocab_size': workspace.tokenizer.vocab_size}
+  sizes = settings.sizes(config['target'])
+  sizes['vocab_size'] = workspace.tokenizer.vocab_size
   Checkpoints(folder / 'target').save(
     config['pretrain']['steps'],
     {'model': workspace.new_target(0)},

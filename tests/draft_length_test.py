@@ -90,6 +90,7 @@ def test_greedy_text_is_that_of_the_target(name, drafter):
   assert used <= set(RUNGS) and len(used) > 1
 
 
+@pytest.mark.slow
 @every
 def test_a_row_that_is_done_has_no_say(name):
   """Its neighbour drafts as it would alone."""
@@ -152,11 +153,13 @@ def foresight(drafter, controller):
   return False
 
 
+@pytest.mark.slow
 @every
 def test_the_length_anticipates_nothing(name):
   assert not foresight(ModelDrafter(NEAR, K), CONTROLLERS[name])
 
 
+@pytest.mark.slow
 def test_foresight_would_be_seen():
   assert foresight(toys.Picky(NEAR, K), CONTROLLERS['confidence'])
 
@@ -410,6 +413,7 @@ def regimes(stay, vocab=16):
   return table(p), table(q)
 
 
+@pytest.mark.slow
 def test_adaptive_is_near_an_oracle_of_the_regime():
   """One that knows which it is in, and the best length there."""
   k, new, seeds = 16, 4000, range(4)

@@ -38,8 +38,9 @@ def test_a_pass_and_a_step_are_what_xla_counts():
     return distill.distill_loss(drafter, target, batch, weights)[0]
 
   got = flops.distillation(target.config, draft.config, WINDOW)
-  # Of a loop over two chunks of logits XLA counts one turn.
-  bodies = flops.body(target.config, WINDOW), flops.body(draft.config, WINDOW)
-  got -= (got - bodies[0] - 3 * bodies[1]) / 2
+  # Of a loop over two chunks of logits XLA counts one turn, and in it those of
+  # both models twice.
+  heads = [flops.head(model.config) for model in (target, draft)]
+  got += sum(heads) - (2 * heads[0] + 4 * heads[1]) / 2
   step = counted(jax.value_and_grad(loss), ModelDrafter(draft, 2))
   assert step == pytest.approx(got, rel=0.05)

@@ -186,3 +186,32 @@ def test_text_is_as_warm_as_decoding_unless_it_is_said():
   assert temperatures() == (1.0, 1.0)
   assert temperatures('--config.decode.temperature=0.5') == (0.5, 0.5)
   assert temperatures('--config.data.temperature=0.5') == (1.0, 0.5)
+
+
+def test_a_lookahead_is_along_what_passes():
+  config = changed('loss.lookahead', 2)
+  with pytest.raises(ValueError, match="for 'neg_log_acceptance'"):
+    settings.check(config)
+  for name in ('neg_log_acceptance', 'specjax.losses:neg_log_acceptance'):
+    config['loss']['divergence'] = name
+    settings.check(config)
+
+
+def test_a_draft_fits_in_the_texts_that_it_is_measured_on():
+  settings.check(changed('decode.k', 8))
+  with pytest.raises(ValueError, match='validation.tokens, which is 8'):
+    settings.check(changed('decode.k', 9))
+
+
+def test_scores_at_another_length_are_not_compared(tmp_path):
+  """Unless there is nothing left to compare."""
+  steps = PAGE['distill']['steps']
+  for done in (steps - 1, steps):
+    meta = {'config': recipes.made_with(PAGE)}
+    Checkpoints(tmp_path).save(done, {'model': jnp.zeros(1)}, meta)
+    other = changed('decode.k', 1)
+    if done < steps:
+      with pytest.raises(ValueError, match='decode.k: 2 -> 1'):
+        recipes.refuse_other_draft(tmp_path, other)
+    else:
+      recipes.refuse_other_draft(tmp_path, other)

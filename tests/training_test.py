@@ -90,6 +90,14 @@ def test_a_finished_run_does_nothing_more(tmp_path):
   same(done, again)
 
 
+def test_a_model_that_was_saved_alone_is_a_finished_run(tmp_path):
+  model = jax.tree.map(lambda x: x + 1, start().model)
+  Checkpoints(tmp_path / 'model').save(6, {'model': model}, {'answer': 42})
+  batches = Batches()
+  same(fit(tmp_path, batches).model, model)
+  assert batches.asked == []
+
+
 def test_each_checkpoint_is_of_its_own_step_though_training_went_on(tmp_path):
   # Buffers are donated, so that a write that read them late would see others.
   states = [state := start()]
