@@ -20,7 +20,7 @@ help: ## list what there is to do
 		sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
 		while IFS='|' read -r name what; do printf '%-18s %s\n' "$$name" "$$what"; done
 
-demo: $(STAMP) ## train a target, distil drafts, measure the speedup (nine minutes)
+demo: $(STAMP) ## train a target, distil drafts, measure the speedup (ten minutes)
 	$(RUN) train/pretrain.py --config configs/stdlib.py
 	$(RUN) eval/ablation.py --config configs/stdlib.py
 	$(RUN) eval/speedup.py --workdir runs/stdlib $(SHORT)
