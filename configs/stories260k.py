@@ -8,7 +8,8 @@
 The target, 260 K parameters that tell children's stories, is `stories260K.bin`
 of huggingface.co/karpathy/tinyllamas, with `tok512.bin` beside it. Any other
 checkpoint of llama2.c will do. No text is needed: the draft learns on what the
-target writes.
+target writes. In nine minutes on two busy CPU cores it came to α = .52 at
+temperature 1 on other text by the target (one seed).
 """
 
 import pathlib
@@ -44,11 +45,11 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     draft.heads, draft.kv_heads = 4, 2
 
     data.tokens = 255  # with the first, a window
-    data.refresh, data.sequences = 800, 640  # each read ten times
+    data.refresh, data.sequences = 700, 384  # written once, read 15 times
 
-    distill.steps, distill.warmup, distill.batch = 1600, 80, 8
+    distill.steps, distill.warmup, distill.batch = 700, 40, 8
     distill.learning_rate = 6e-3
-    distill.eval_every = 400
+    distill.eval_every = 350
     config.loss.kl_weight = float('inf')  # the text is the target's own
 
     config.validation.sequences, config.validation.tokens = 64, 255

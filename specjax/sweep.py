@@ -227,12 +227,12 @@ class Race:
       arm: [self._decoding(arm, temperature, state) for state in self._states]
       for arm in self._arms
     }
+    # What rounds cost does not depend on the prompts, but a machine's speed does
+    # on the moment: as many moments as the arms have.
     priced = self._meter.calls(warps.temperature(temperature))
-    # Once in a repeat: they do not depend on the prompts.
-    rest = [lambda: None] * (self.parts - 1)
-    calls |= {name: [call, *rest] for name, call in priced.items()}
+    calls |= {name: [call] * self.parts for name, call in priced.items()}
     seconds, states = timing.alternate(calls, repeats, done)
-    self._meter.add(seconds, {name: states[name][:1] for name in priced})
+    self._meter.add(seconds, {name: states[name] for name in priced})
     results = {
       arm: [self._finish(state) for state in states[arm]] for arm in self._arms
     }
