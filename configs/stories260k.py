@@ -1,4 +1,4 @@
-"""A draft of 54 K parameters for a real target, stories260K.
+"""A draft of 53 K parameters for a real target, stories260K.
 
     python train/distill.py --config configs/stories260k.py \
         --config.target.path=stories260K/stories260K.bin
