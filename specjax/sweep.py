@@ -227,7 +227,7 @@ class Race:
       arm: [self._decoding(arm, temperature, state) for state in self._states]
       for arm in self._arms
     }
-    # What rounds cost does not depend on the prompts, but on the moment: they are
+    # What rounds cost depends not on the prompts but on the moment: they are
     # timed at as many as the arms.
     priced = self._meter.calls(warps.temperature(temperature))
     calls |= {name: [call] * self.parts for name, call in priced.items()}
