@@ -183,10 +183,12 @@ def test_a_run_adopts_a_target_and_keeps_it(tmp_path):
   path.write_bytes(other.read_bytes())
   with pytest.raises(ValueError, match='target.sha256: '):
     Workspace.create(folder, page(path))
-  # What the run has is measured without the file.
+  # What the run has serves without the file.
   path.unlink()
+  Workspace.create(folder, page(path)).adopt_target()
+  assert checkpoint.Checkpoints(folder / 'target').steps() == [0]
   with pytest.raises(FileNotFoundError, match='no file .*model.bin'):
-    Workspace.create(folder, page(path))
+    Workspace.create(tmp_path / 'new', page(path))
   seen = Workspace.look_at(folder, page(path))
   assert seen.target().config.width == 24
   kept = json.loads((folder / 'config.json').read_text())
