@@ -62,7 +62,7 @@ def main(config, folder):
   config = config.to_dict()
   values = axes.find(config, AXIS.value)
   for key, some in values.items():
-    put_axis(config['ablation']['axes'], key, some)
+    axes.put(config['ablation']['axes'], key, some)
   points = ablation.points(config, values)
   # Two at a time would plan the same folders for different drafts.
   with files.alone(folder / 'ablation'):
@@ -103,14 +103,6 @@ def ablate(config, folder, values, points):
   show(workspace, ablation_report.Ablation(values, rows))
   if best is not None:
     promote(workspace, *best)
-
-
-def put_axis(section, key, some):
-  """Records an axis where the configuration has it."""
-  *path, last = key.split('.')
-  for name in path:
-    section = section.setdefault(name, {})
-  section[last] = some
 
 
 def comparable(point, config):

@@ -131,12 +131,15 @@ def _typed(key: str, value: Any, base: Any) -> Any:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-  """Sets a value of a configuration, or those of a section, in place."""
+  """Sets a value of a configuration, or those of a section, in place.
+
+  Sections on the way that are not there are made.
+  """
   if isinstance(value, Mapping):
     for name, child in value.items():
       put(config, f'{key}.{name}', child)
     return
   *path, last = key.split('.')
   for name in path:
-    config = config[name]
+    config = config.setdefault(name, {})
   config[last] = value

@@ -169,7 +169,6 @@ def batches(
   workspace: Workspace,
   target: LanguageModel,
   name: str,
-  seed: int | None = None,
 ) -> Callable[[int, Trainable], Batch]:
   """The batches of a draft's training, mixed as `config.data` says.
 
@@ -178,14 +177,12 @@ def batches(
     target: its target.
     name: the draft's folder in the run; what is written for it is kept in
       `written/<name>/`.
-    seed: of their order, prompts and draws; `distill.seed` by default.
 
   Returns:
     `batches(step, drafter)`, as `training.fit` takes it.
   """
   config = workspace.config
-  c, wanted = config['distill'], _data_section(config)
-  seed = c['seed'] if seed is None else seed
+  c, wanted, made = config['distill'], _data_section(config), made_with(config)
 
   def written(source, by):
     return sources.Written(
@@ -197,18 +194,19 @@ def batches(
       workspace.tokenizer.eos_id,
       sources.Writing(**{key: wanted[key] for key in sources.Writing._fields}),
       window=config['corpus']['window'],
-      seed=seed,
+      seed=c['seed'],
       folder=workspace.folder / 'written' / name,
       log=workspace.folder / 'logs' / 'written' / name / source,
       made_from={
         'corpus': workspace.corpus.hash,
         'tokenizer': workspace.tokenizer.hash,
         'k': config['decode']['k'],
-        'config': made_with(config),
+        # How a draft is scored does not change what it learns from.
+        'config': {key: made[key] for key in DRAFT_SECTIONS if key in made},
       },
     )
 
-  found = {'corpus': sources.Corpus(workspace.windows('train'), seed)}
+  found = {'corpus': sources.Corpus(workspace.windows('train'), c['seed'])}
   for source, by in (
     ('target', sources.by_target),
     ('draft', sources.by_draft),

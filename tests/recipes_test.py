@@ -65,6 +65,19 @@ def test_without_a_section_for_data_there_is_corpus_alone(tmp_path):
   assert recipes.made_with(old.config) == recipes.made_with(run.config)
 
 
+def test_how_a_draft_is_scored_does_not_change_its_text(tmp_path):
+  run = workspace(tmp_path, data={'corpus': 0.0, 'target': 1.0, 'refresh': 2})
+  target, drafter = run.new_target(0), run.new_drafter(1)
+  recipes.batches(run, target, 'draft')(0, drafter)
+  other = workspace(tmp_path, data={**run.config['data']})
+  other.config['decode']['temperature'] = 0.5
+  # In the middle of a generation only what was written for it will do.
+  recipes.batches(other, target, 'draft')(1, drafter)
+  other.config['distill']['seed'] += 1
+  with pytest.raises(ValueError, match='made from something else'):
+    recipes.batches(other, target, 'draft')(1, drafter)
+
+
 @pytest.mark.slow
 def test_a_distillation_that_dies_goes_on_to_the_same_bits(
   tmp_path, monkeypatch
