@@ -85,7 +85,7 @@ def acceptance_by_kl(
   """Every draft's acceptance against its KL, above the floors.
 
   The floors are α ≥ 1 - √(KL / 2) (Pinsker) and α ≥ 1 - √(1 - e^(-KL))
-  (Bretagnolle and Huber); see `costs.acceptance_floor`. They are of laws
+  (Bretagnolle and Huber); see `metrics.floors`. They are of laws
   compared at temperature 1: acceptance at another is not held to them.
 
   Args:
@@ -105,9 +105,11 @@ def acceptance_by_kl(
     handles += panel.plot(kl, alpha, label=label or 'a draft', **style)
     most = max(most, np.nanmax(kl))
   kl = np.linspace(0, 1.15 * max(most, 1e-3), 400)
-  for floor, dashes, label in (
-    (1 - np.sqrt(kl / 2), '--', '1 − √(KL / 2)'),
-    (1 - np.sqrt(-np.expm1(-kl)), ':', '1 − √(1 − exp(−KL))'),
+  for floor, dashes, label in zip(
+    map(np.asarray, metrics.floors(kl)),
+    ('--', ':'),
+    ('1 − √(KL / 2)', '1 − √(1 − exp(−KL))'),
+    strict=True,
   ):
     floor = np.where(floor > 0, floor, np.nan)
     line = {'color': _GREY, 'linestyle': dashes, 'label': f'floor {label}'}

@@ -203,17 +203,7 @@ class Transformer(nnx.Module):
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
-    head = head[...]
-    if products.rounded():
-      flat = features.reshape(-1, features.shape[-1])
-      logits = products.product('td,vd->tv', flat, head)
-      return logits.reshape(*features.shape[:-1], -1)
-    return jax.lax.dot_general(
-      features.astype(head.dtype),
-      head,
-      (((features.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
-    )
+    return _dot(features, head[...], axis=1)
 
   def _run(self, tokens, positions, visible, cache, taps):
     c, half = self.config, self.config.head_size // 2
@@ -248,16 +238,19 @@ def _rotate(x: Array, angles: Array) -> Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _dot(x: Array, weight: Array) -> Array:
-  """Weights stay in their dtype (no conversion per call); sums are float32."""
+def _dot(x: Array, weight: Array, axis: int = 0) -> Array:
+  """Product of the last axis of `x` with one of the weight's two.
+
+  Weights stay in their dtype (no conversion per call); sums are float32.
+  """
   if products.rounded():
     flat = x.reshape(-1, x.shape[-1])
-    return products.product('td,df->tf', flat, weight).reshape(
-      *x.shape[:-1], -1
-    )
+    terms = 'td,fd->tf' if axis else 'td,df->tf'
+    rounded = products.product(terms, flat, weight)
+    return rounded.reshape(*x.shape[:-1], -1)
   return jax.lax.dot_general(
     x.astype(weight.dtype),
     weight,
-    (((x.ndim - 1,), (0,)), ((), ())),
+    (((x.ndim - 1,), (axis,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
