@@ -13,7 +13,7 @@ SHORT = $(addprefix --config.speedup.,batches=1,8 ks=1,2,4,8,16 \
 	controllers=adaptive,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint clean
+.PHONY: help demo test test-slow test-exhaustive lint clean
 
 help: ## list what there is to do
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -32,6 +32,9 @@ test: $(STAMP) ## run the tests but the slow ones
 test-slow: $(STAMP) ## run the slow tests
 	$(RUN) -m pytest -q -m slow -n 2 --dist loadscope --ignore tests/overhead_test.py
 	$(RUN) -m pytest -q -m slow tests/overhead_test.py  # timed, so alone
+
+test-exhaustive: $(STAMP) ## enumerate the rules on all tables (15 minutes)
+	$(RUN) -m pytest -q -m slow tests/enumeration_test.py --exhaustive
 
 lint: $(STAMP) ## check style and formatting
 	$(VENV)/bin/ruff check .

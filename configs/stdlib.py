@@ -75,9 +75,9 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.loss = loss = config_dict.ConfigDict()
   loss.kl_weight = 3.0  # of the divergence per unit of CE; inf is all of it
   loss.divergence = 'forward_kl'  # of specjax/losses.py, or module:function
-  loss.at_decode_warp = (
-    False  # of the laws at decode.temperature, or as they are
-  )
+  loss.beta = 0.5  # of jsd: near 0 as forward_kl, near 1 as reverse_kl
+  loss.eta = 3.0  # of hybrid: 0 is forward_kl alone
+  loss.at_decode_warp = False  # True: of the laws at decode.temperature
   loss.horizon_decay = 0.8  # per token further ahead, of drafters with heads
   loss.lookahead = 0  # K: neg_log_acceptance becomes the expected length at K
 

@@ -86,29 +86,22 @@ def ablate(config, folder, values, points):
   if COMPARE.value:
     compare(workspace, target, groups[0])
     return
-  found, best = {}, None
+  found, place = {}, {}
   clock = Clock(
     sum(not ablation.is_done(path, group) for group, path, _ in plan)
   )
   for group, path, some in plan:
     drafters = trained(workspace, target, group, path, some, clock)
     for point, row in measured(workspace, target, group, path, some, drafters):
-      found[id(point)] = row
-      if comparable(point, config) and (
-        best is None or row['block_efficiency'] > best[1]['block_efficiency']
-      ):
-        drafter = scoring.pick(drafters, some.index(point.student))
-        best = point, row, drafter
+      found[id(point)], place[id(point)] = row, (group, path, some)
   rows = [found[id(point)] for point in points]
-  show(workspace, ablation_report.Ablation(values, rows))
-  if best is not None:
-    promote(workspace, *best)
-
-
-def comparable(point, config):
-  """Whether a point is decoded as the run is: K changes what a round can be."""
-  keys = 'k', 'temperature'
-  return all(point.config['decode'][k] == config['decode'][k] for k in keys)
+  result = ablation_report.Ablation(values, rows, config['decode'])
+  show(workspace, result)
+  if result.best is not None:
+    rows = result.found[result.best].rows
+    row = max(rows, key=lambda row: row['block_efficiency'])
+    point = next(point for point in points if found[id(point)] is row)
+    promote(workspace, point, row, *place[id(point)])
 
 
 def foretell(workspace, points, groups, plan):
@@ -307,7 +300,7 @@ def show(workspace, result):
   print('beside it:', *(path.name for path in others))
 
 
-def promote(workspace, point, row, drafter):
+def promote(workspace, point, row, group, path, some):
   """Makes a draft the run's own, unless it has one."""
   drafts = Checkpoints(workspace.folder / 'draft')
   chosen = {**point.settings, 'seed': point.seed}
@@ -319,6 +312,8 @@ def promote(workspace, point, row, drafter):
     print(f'best: {what}; {drafts.directory} stays as it is')
     return
   own = Workspace(workspace.folder, point.config)
+  drafters = students.load(of_group(workspace, group, some[0]), some, path)
+  drafter = scoring.pick(drafters, some.index(point.student))
   # The seed of its first weights; its batches were those of seed 0.
   c = point.config['distill']
   config = {**point.config, 'distill': {**c, 'seed': c['seed'] + point.seed}}

@@ -112,7 +112,7 @@ def race(workspace: Workspace, target, drafter, name) -> dict:
   batch, size = min(c['batches']), decode['prompt_length']
   count = max(c['prompts'], *c['batches'])
   # Of one split, so that they differ by nothing but chance.
-  total = count + c.get('others', count)
+  total = count + c['others']
   prompts = workspace.prompts('test', total, size)
   timed = sweep.groups(prompts, batch, c['prompts'])
   others = sweep.groups(prompts[count:], batch, total - count)

@@ -176,7 +176,7 @@ def measure(workspace, rule):
     'drafter': DRAFTER.value,
     'draft': DRAFT.value,
     'rule': c['verify'],
-    'draft_length': c.get('draft_length', 'fixed'),
+    'draft_length': c['draft_length'],
     'k': c['k'],
     'temperature': c['temperature'],
     'tokens': int(other.p.size),

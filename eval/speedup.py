@@ -63,11 +63,10 @@ def measure(workspace: Workspace, draft: str):
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   count = max(c['prompts'], largest)
-  # Runs from before they were asked for do not have them.
-  wanted = max(c.get('others', 0), largest)
-  controllers = c.get('controllers', ())
+  wanted = max(c['others'], largest)
+  controllers = c['controllers']
   # What a round costs is measured at the fixed lengths.
-  controlled_k = min(c.get('controlled_k', 0), max(c['ks']))
+  controlled_k = min(c['controlled_k'], max(c['ks']))
   # Of one split, so that they differ by nothing but chance.
   prompts = workspace.prompts('test', count + wanted, decode['prompt_length'])
   timed, others = prompts[:count], prompts[count:]
@@ -164,7 +163,7 @@ def held_out(workspace: Workspace, count: int, length: int):
 
 def ladder(c, k, seconds):
   """What it took to compile ladders of lengths, and a fixed one, by name."""
-  wanted, found = {*c.get('controllers', ())}, {}
+  wanted, found = {*c['controllers']}, {}
   for (batch, (kind, arm)), took in seconds.items():
     fixed = arm.k == max(c['ks']) and arm.name != 'ngram'
     if kind == 'round' and batch == min(c['batches']):
@@ -253,7 +252,8 @@ def show(report):
       table.add_column(column, justify='right')
     table.add_column('speedup [min–max]', justify='right', no_wrap=True)
     controlled = [row for row in rows if 'modelled_speedup' in row]
-    table.add_column('modelled', justify='right')
+    if controlled:
+      table.add_column('modelled', justify='right')
     for row in rows:
       rate, modelled = row['acceptance_rate'], row.get('modelled_speedup')
       best = all(
@@ -268,7 +268,7 @@ def show(report):
         f'{row["tokens_per_second"]:,.0f}',
         f'{row["speedup"]:.2f}x'
         rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
-        f'{modelled:.2f}x' if modelled else '',
+        *([f'{modelled:.2f}x' if modelled else ''] if controlled else []),
         style='bold' if best else None,
       )
     console.print(table)

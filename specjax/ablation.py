@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax import runs, settings
-from specjax.axes import TRAINED, put
+from specjax import recipes, runs, settings
+from specjax.axes import KL_WEIGHT, TRAINED, put
 from specjax.checkpoint import Checkpoints
 
 
@@ -114,13 +114,9 @@ def trained_with(config: Mapping[str, Any]) -> dict[str, Any]:
   How it is decoded is part of it only where the loss asks for it: at what
   temperature text is written, `data` says itself.
   """
-  found = {name: config[name] for name in TRAINED if name in config}
-  loss = dict(found['loss'])
-  loss.pop('kl_weight')
-  found['loss'] = loss
-  if loss.get('at_decode_warp'):
-    found['decode'] = {'temperature': config['decode']['temperature']}
-  return found
+  made = recipes.made_with(config)
+  loss = {k: v for k, v in made['loss'].items() if k != 'kl_weight'}
+  return {**{name: made[name] for name in TRAINED}, 'loss': loss}
 
 
 def trainings(
@@ -141,7 +137,7 @@ def trainings(
   Returns:
     A folder, and its students, for each.
   """
-  if group.config.get('data', {}).get('draft'):
+  if group.config['data']['draft']:
     together = 1  # what a draft writes itself it shares with nobody
   wanted, found, last = dict.fromkeys(group.students), [], -1
   for path in sorted(
@@ -187,13 +183,11 @@ def begin(
   if any(folder.glob('*/*/students.json')):
     old = runs.read_json(path)
     free |= set(old['axes'])
+    before = {**config, **old['config']}
     runs.refuse_changes(
-      folder,
-      _common(old['config'], free),
-      _common(config, free),
-      TRAINED,
+      folder, _common(before, free), _common(config, free), TRAINED
     )
-  common = {name: config[name] for name in TRAINED if name in config}
+  common = {name: config[name] for name in (*TRAINED, 'decode')}
   runs.write_json(path, {'axes': sorted(free), 'config': common})
 
 
@@ -211,23 +205,30 @@ def bytes_of(parameters: int, students: int) -> int:
 def _check(config: Mapping[str, Any]) -> None:
   """Refuses a point that could be trained and then not be measured."""
   settings.check(config)
-  k = config['decode']['k']
+  k, patience = config['decode']['k'], config['distill']['patience']
   if k < 1:
     raise ValueError(
       f'decode.k is {k}: an ablation measures drafts of at least one token'
+    )
+  if patience:
+    raise ValueError(
+      f'distill.patience is {patience}: drafts that are compared make equally'
+      ' many steps, so it must be 0'
     )
 
 
 def _common(
   config: Mapping[str, Any], free: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-  """The values of the sections that students share, by their dotted names."""
-  free = tuple(free)
-  return {
-    section: {
-      key.partition('.')[2]: value
-      for key, value in runs.leaves(section, config.get(section, {}))
-      if not any(key == axis or key.startswith(f'{axis}.') for axis in free)
-    }
-    for section in TRAINED
-  }
+  """What students share: all that they are made with but some keys."""
+  free = {*free, KL_WEIGHT}
+  if 'decode.temperature' in free:
+    free.add('loss.temperature')  # that of the decode warp
+  found = trained_with(runs.complete(json.loads(json.dumps(config))))
+  for key in free:
+    *path, last = key.split('.')
+    section = found
+    for name in path:
+      section = section.get(name, {})
+    section.pop(last, None)
+  return found

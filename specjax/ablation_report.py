@@ -42,10 +42,12 @@ class Ablation:
   Attributes:
     values: of each axis, by key.
     rows: of each point: its settings by key, its `seed`, its measures.
+    decode: `k` and `temperature` of the run.
   """
 
   values: Mapping[str, Sequence[Any]]
   rows: Sequence[Row]
+  decode: Mapping[str, Any]
 
   @functools.cached_property
   def found(self) -> list[Finding]:
@@ -68,10 +70,19 @@ class Ablation:
     return [name for name in MEASURES if name in self.rows[0]]
 
   @property
-  def best(self) -> int:
-    """The place in `found` with the highest acceptance."""
-    alpha = [one.interval('acceptance')[0] for one in self.found]
-    return alpha.index(max(alpha))
+  def best(self) -> int | None:
+    """The place in `found` with the highest block efficiency, over seeds.
+
+    Of those that decode as the run does, since K bounds what a round can be;
+    None where nobody does.
+    """
+    own = {f'decode.{name}': self.decode[name] for name in ('k', 'temperature')}
+    tokens = {
+      i: one.interval('block_efficiency')[0]
+      for i, one in enumerate(self.found)
+      if own == {key: one.settings.get(key, own[key]) for key in own}
+    }
+    return max(tokens, key=tokens.get, default=None)
 
   def gain(self, one: Finding, name: str) -> tuple[float, float] | None:
     """What a finding has above the start of its axis."""

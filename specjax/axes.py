@@ -10,7 +10,7 @@ from typing import Any
 from specjax import runs
 
 KL_WEIGHT = 'loss.kl_weight'
-TRAINED = ('draft', 'distill', 'loss', 'data')  # a run may lack the last
+TRAINED = ('draft', 'distill', 'loss', 'data')
 MEASURED = ('decode.k', 'decode.temperature', 'decode.verify')
 
 
@@ -60,6 +60,12 @@ def find(
       what = f'has {twice[0]} twice' if twice else 'has no value'
       raise ValueError(f'ablation.axes.{key} {what}: give each value once')
     found[key] = values
+  if len(found.get('decode.verify', ())) > 1:
+    if not config['ablation']['timed_prompts']:
+      raise ValueError(
+        'ablation.axes.decode.verify has several rules, which differ in speed'
+        ' alone: give ablation.timed_prompts'
+      )
   return dict(sorted(found.items(), key=lambda axis: axis[0] != KL_WEIGHT))
 
 

@@ -172,6 +172,8 @@ def load(source: str | Path) -> config_dict.ConfigDict:
     config = config_dict.ConfigDict(_tuples(runs.read_json(path)))
   else:
     config = _page(path, variant)
+  with config.unlocked():
+    runs.complete(config)
   for key, holder, field in _fields(config):
     if holder.get_type(field) is type(None):
       # ml_collections would now take anything for it, whatever it was before.

@@ -19,11 +19,14 @@ the draft's law q and the target's law p, of which -inf is allowed as well:
 
 A KL renormalises its first law on the support of the second, since it would be
 infinite otherwise; the others take both laws whole. Each is 0 where p = q. The
-numbers β and η are keyword arguments and may be traced.
+numbers β and η are keyword arguments and may be traced; `loss.beta` and
+`loss.eta` of a configuration.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -178,16 +181,21 @@ DIVERGENCES = {
 }
 
 
-def find(name: str) -> Divergence:
+def find(name: str, **numbers: float) -> Divergence:
   """The divergence of a name.
 
   Args:
     name: a key of `DIVERGENCES`, or 'module:function' for one of your own.
+    **numbers: values of its keyword arguments; those that it has none of are
+      passed over.
 
   Raises:
     ValueError: there is none.
   """
-  return names.function(name, DIVERGENCES, 'divergence')
+  divergence = names.function(name, DIVERGENCES, 'divergence')
+  taken = inspect.signature(divergence).parameters
+  own = {key: value for key, value in numbers.items() if key in taken}
+  return functools.partial(divergence, **own) if own else divergence
 
 
 def expected_length(surprise: Array, valid: Array, k: int) -> Array:

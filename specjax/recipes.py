@@ -28,13 +28,8 @@ from specjax.workspace import Workspace
 # of its checkpoints could not be compared.
 DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'data', 'validation')
 
-# What runs that were made before a key of `loss` existed did without it.
-LOSS = {
-  'divergence': 'forward_kl',
-  'at_decode_warp': False,
-  'horizon_decay': 0.8,
-  'lookahead': 0,
-}
+# Of the rows of a batch, where nothing is written.
+CORPUS_ONLY = {'corpus': 1.0, 'target': 0.0, 'draft': 0.0}
 
 
 def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
@@ -44,7 +39,7 @@ def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
   the draft's is left as it is: the choice of a maximum has no gradient.
 
   Args:
-    config: the sections of a page; without keys that its run did not know.
+    config: the sections of a page.
 
   Returns:
     A function of drafter, target, batch and weights.
@@ -56,7 +51,7 @@ def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
     own = theirs if c['temperature'] else own
   return functools.partial(
     distill.distill_loss,
-    divergence=losses.find(c['divergence']),
+    divergence=losses.find(c['divergence'], beta=c['beta'], eta=c['eta']),
     warps=(theirs, own),
     horizon_decay=c['horizon_decay'],
     lookahead=c['lookahead'],
@@ -78,12 +73,10 @@ def refuse_other_draft(
   """
   drafts = Checkpoints(folder)
   if drafts.latest() is not None:
-    old = drafts.meta(drafts.latest())['config']
-    old = {
-      **old,
-      'loss': {**LOSS, 'temperature': 1.0, **old['loss']},
-      'data': _data_section(old),
-    }
+    old = runs.complete(drafts.meta(drafts.latest())['config'])
+    # A draft from before losses were warped has no temperature.
+    old['loss'].setdefault('temperature', 1.0)
+    old['data'] = _data_section(old)
     new, sections = made_with(config), DRAFT_SECTIONS
     if 'decode' in old and drafts.latest() < config['distill']['steps']:
       # Scores at another K or temperature could not be compared either.
@@ -94,7 +87,7 @@ def refuse_other_draft(
 def made_with(config: Mapping[str, Any]) -> dict[str, Any]:
   """The sections that a draft depends on, for the record."""
   return {
-    **{key: config[key] for key in DRAFT_SECTIONS if key in config},
+    **{key: config[key] for key in DRAFT_SECTIONS},
     'loss': _loss_section(config),
     'data': _data_section(config),
     'decode': {name: config['decode'][name] for name in ('k', 'temperature')},
@@ -111,7 +104,6 @@ def optimization(
     loss: what is minimised.
     batch: which of its arguments after the model has the batch.
   """
-  c = {**runs.LATER, **c}
   tx = optimizing.optimizer(
     c['learning_rate'], c['steps'], c['warmup'], c['weight_decay'], c['clip']
   )
@@ -133,7 +125,7 @@ def distil(
   Returns:
     What `measure` says of the best of its checkpoints.
   """
-  c = {**runs.LATER, **workspace.config['distill']}
+  c = workspace.config['distill']
   weights = distill.objective(workspace.config['loss']['kl_weight'])
   tx, step = optimization(c, loss(workspace.config), batch=1)
   update = jax.jit(step, donate_argnums=0)
@@ -202,7 +194,7 @@ def batches(
         'tokenizer': workspace.tokenizer.hash,
         'k': config['decode']['k'],
         # How a draft is scored does not change what it learns from.
-        'config': {key: made[key] for key in DRAFT_SECTIONS if key in made},
+        'config': {key: made[key] for key in DRAFT_SECTIONS},
       },
     )
 
@@ -240,7 +232,7 @@ def measure(
 
 def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
   """All values that the loss depends on."""
-  c = {**LOSS, **config['loss']}
+  c = config['loss']
   warped = c['at_decode_warp']
   temperature = config['decode']['temperature'] if warped else 1.0
   return {**c, 'temperature': temperature}
@@ -248,5 +240,5 @@ def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """Where nothing is written, how it would be makes no difference."""
-  c = config.get('data', sources.CORPUS_ONLY)
-  return c if c['target'] or c['draft'] else sources.CORPUS_ONLY
+  c = config['data']
+  return c if c['target'] or c['draft'] else CORPUS_ONLY

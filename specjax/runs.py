@@ -20,17 +20,52 @@ from specjax import files
 Path = pathlib.Path
 
 ABSENT = '(absent)'
-# What a run did that was made before its page had these, by the last part of
-# the name.
-LATER = {
-  'accumulate': 1,
-  'dtype': 'float32',
-  'path': '',
-  'patience': 0,
-  'remat': False,
-  'test': '',
-  'tokenizer_path': '',
+
+# What was done before pages had these; a whole section is added where there is
+# none.
+_TRAINING = {'accumulate': 1, 'dtype': 'float32'}
+_ADDED = {
+  'corpus': {'test': ''},
+  'target': {'path': '', 'tokenizer_path': '', 'remat': False},
+  'draft': {'model': {'remat': False}},
+  'pretrain': _TRAINING,
+  'distill': {**_TRAINING, 'patience': 0},
+  'loss': {
+    'divergence': 'forward_kl',
+    'beta': 0.5,
+    'eta': 3.0,
+    'at_decode_warp': False,
+    'horizon_decay': 0.8,
+    'lookahead': 0,
+  },
+  'decode': {'draft_length': 'fixed'},
+  'speedup': {'controllers': (), 'controlled_k': 8, 'others': 32},
 }
+_ADDED_DATA = {
+  'corpus': 1.0,
+  'target': 0.0,
+  'draft': 0.0,
+  'refresh': 60,
+  'sequences': 128,
+  'prompt_length': 32,
+  'tokens': 96,
+  'temperature': 1.0,
+}
+
+
+def complete(config: Any) -> Any:
+  """Gives an older configuration what was added to pages since, in place.
+
+  Args:
+    config: nested, of the sections that were of interest.
+
+  Returns:
+    The configuration, in which everything does what it did.
+  """
+  _fill(config, _ADDED)
+  if 'distill' in config and 'data' not in config:
+    config['data'] = dict(_ADDED_DATA)
+  return config
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -120,7 +155,7 @@ def open_run(
   # Through JSON, so that a tuple equals the list that it was written as.
   config = json.loads(json.dumps(config))
   if path.exists():
-    old = read_json(path)
+    old = complete(read_json(path))
     refuse_changes(directory, old, config, frozen)
     config = {**config, **old, **{name: config[name] for name in fresh}}
   write_json(path, config)
@@ -147,14 +182,13 @@ def refuse_changes(
     ValueError: they differ; the message lists every value that does.
   """
   # Through JSON, so that a tuple equals the list that it was written as.
-  new = json.loads(json.dumps(new))
+  old, new = (complete(json.loads(json.dumps(config))) for config in (old, new))
   changes = []
   for section in sections:
     before = dict(leaves(section, old.get(section, {})))
     after = dict(leaves(section, new.get(section, {})))
     for key in sorted({*before, *after}):
-      absent = LATER.get(key.rpartition('.')[-1], ABSENT)
-      pair = before.get(key, absent), after.get(key, absent)
+      pair = before.get(key, ABSENT), after.get(key, ABSENT)
       if pair[0] != pair[1]:
         changes.append(f'{key}: {pair[0]} -> {pair[1]}')
   if changes:
@@ -194,6 +228,15 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     return
   for key, child in value.items():
     yield from leaves(f'{path}.{key}', child)
+
+
+def _fill(config: Any, added: Mapping[str, Any]) -> None:
+  for name, value in added.items():
+    if not isinstance(value, Mapping):
+      if name not in config:
+        config[name] = value
+    elif name in config:
+      _fill(config[name], value)
 
 
 def _cpu_name() -> str:

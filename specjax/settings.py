@@ -98,7 +98,7 @@ def check(config: Mapping[str, Any]) -> None:
   for section in ('pretrain', 'distill'):
     if config.get(section):
       _check_training(section, config[section])
-  if 'target' in config and not config['target'].get('path'):
+  if 'target' in config and not config['target']['path']:
     if 'width' not in config['target']:
       raise ValueError('target.path is empty, and target has no sizes either')
     TransformerConfig(vocab_size=2, **sizes(config['target']))
@@ -108,7 +108,7 @@ def check(config: Mapping[str, Any]) -> None:
     drafters.find(config['draft']['drafter'])
   if 'data' in config:
     _check_data(config)
-  if config.get('loss', {}).get('lookahead'):
+  if 'loss' in config and config['loss']['lookahead']:
     _check_lookahead(config['loss'])
   if 'decode' in config and 'validation' in config:
     k, tokens = config['decode']['k'], config['validation']['tokens']
@@ -120,16 +120,16 @@ def check(config: Mapping[str, Any]) -> None:
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])
   _check_draft_lengths(config)
-  if 'divergence' in config.get('loss', {}):
+  if 'loss' in config:
     losses.find(config['loss']['divergence'])
-  if 'verify' in config.get('decode', {}):
+  if 'decode' in config:
     verify.find(config['decode']['verify'])
 
 
 def _check_data(config: Mapping[str, Any]) -> None:
   """Refuses shares that are none, and text that cannot be written."""
   wanted = config['data']
-  shares = {f'data.{name}': wanted[name] for name in sources.CORPUS_ONLY}
+  shares = {f'data.{name}': wanted[name] for name in sources.SOURCES}
   for path, share in shares.items():
     if not 0 <= share < math.inf:
       raise ValueError(f'{path} is {share}: it must be 0 or positive')
@@ -163,7 +163,6 @@ def _require_language_model(draft: Mapping[str, Any]) -> None:
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:
   """Refuses a training that could not be done."""
-  training = {**runs.LATER, **training}
   if training['warmup'] >= training['steps']:
     raise ValueError(
       f'{section}.warmup is {training["warmup"]}: it must be less than'
@@ -189,11 +188,11 @@ def sizes(target: Mapping[str, Any]) -> dict[str, Any]:
 def _check_without_text(config: Mapping[str, Any]) -> None:
   """Refuses to train on text, or to ask for prompts of it, where none is."""
   none = f'corpus.name is {corpora.NONE!r}'
-  if not config['target'].get('path'):
+  if not config['target']['path']:
     raise ValueError(
       f'{none}: a target cannot be trained on that, name one with target.path'
     )
-  if config.get('data', {}).get('corpus', 1):
+  if config['data']['corpus']:
     raise ValueError(
       f'{none}: data.corpus must be 0, and data.target or data.draft the rest'
     )
@@ -208,7 +207,7 @@ def _check_without_text(config: Mapping[str, Any]) -> None:
 
 def _check_lookahead(loss: Mapping[str, Any]) -> None:
   """Refuses a lookahead along what is no log-probability of passing."""
-  name = loss.get('divergence', 'forward_kl')
+  name = loss['divergence']
   if name in losses.DIVERGENCES and name != 'neg_log_acceptance':
     raise ValueError(
       f'loss.lookahead is {loss["lookahead"]} and loss.divergence {name!r}: a'
@@ -219,7 +218,7 @@ def _check_lookahead(loss: Mapping[str, Any]) -> None:
 def _check_draft_lengths(config: Mapping[str, Any]) -> None:
   """Refuses controllers that there are not, and what they cannot have."""
   decode, speedup = config.get('decode', {}), config.get('speedup', {})
-  name = decode.get('draft_length', 'fixed')
+  name = decode['draft_length']
   for known in (name, *speedup.get('controllers', ())):
     draft_length.find(known, 1, lambda k: 1.0)
   if name != 'fixed' and decode['k'] < 1:

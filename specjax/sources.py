@@ -34,8 +34,7 @@ from specjax import data, logs, texts, warps
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Drafter, LanguageModel
 
-# Of the rows of a batch; the sources by name, in the order that they are in it.
-CORPUS_ONLY = {'corpus': 1.0, 'target': 0.0, 'draft': 0.0}
+SOURCES = ('corpus', 'target', 'draft')  # in the order they are in a batch
 
 Source = Callable[[int, Any], tuple[Sequence[Batch], int]]
 

@@ -93,6 +93,10 @@ def train(
 
   Returns:
     The drafts `[P, ...]` after their last step.
+
+  Raises:
+    FloatingPointError: a loss, gradient or update of one of them is not finite;
+      the message names the step and the student.
   """
   c = workspace.config['distill']
   text = batches(workspace, target, f'ablation/{name}')
@@ -103,9 +107,12 @@ def train(
   weights, first = objectives(students), text(0, state.model)
   program = mapped(update).lower(state, target, first, weights).compile()
   say(_memory(program))
+  sound = jnp.ones(len(students), bool)
 
   def step(state, batch):
+    nonlocal sound
     state, scalars = program(state, target, batch, weights)
+    sound &= jnp.isfinite(sum(scalars.values()))
     return state, {name: value.max() for name, value in scalars.items()}
 
   def evaluate(drafters):
@@ -123,20 +130,28 @@ def train(
     return each | best
 
   runs.write_json(folder / 'students.json', list(students))
-  state = training.fit(
-    state,
-    step,
-    text,
-    evaluate,
-    steps=c['steps'],
-    every=c['eval_every'],
-    folder=folder,
-    log=workspace.folder / 'logs' / 'ablation' / name,
-    meta={},
-    score=lambda values: values['block_efficiency'],
-    show=('acceptance', 'block_efficiency'),
-    tokens=c['batch'] * workspace.config['corpus']['window'],
-  )
+  try:
+    state = training.fit(
+      state,
+      step,
+      text,
+      evaluate,
+      steps=c['steps'],
+      every=c['eval_every'],
+      folder=folder,
+      log=workspace.folder / 'logs' / 'ablation' / name,
+      meta={},
+      score=lambda values: values['block_efficiency'],
+      show=('acceptance', 'block_efficiency'),
+      tokens=c['batch'] * workspace.config['corpus']['window'],
+    )
+  except FloatingPointError as error:
+    who = ', '.join(
+      f'KL weight {one.kl_weight:g} and seed {one.seed}'
+      for one, fine in zip(students, sound.tolist(), strict=True)
+      if not fine
+    )
+    raise FloatingPointError(f'of the draft of {who}: {error}') from error
   return state.model
 
 

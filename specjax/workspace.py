@@ -10,6 +10,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ class Workspace:
     elif (folder / 'corpus.json').exists():
       frozen = ('corpus',)
     config = {**config, 'workdir': str(folder)}
-    if config['target'].get('path'):
+    if config['target']['path']:
       # Another file under the same name is another target.
       hashed = _hash_of_target(folder, config['target']['path'])
       config['target'] = {**config['target'], 'sha256': hashed}
@@ -124,6 +125,7 @@ class Workspace:
         f'there is no run in {folder}: make one with `python train/distill.py'
         f' --workdir {folder}`'
       )
+    config = runs.complete(copy.deepcopy(dict(config)))
     settings.check(config)
     began = runs.read_json(path)
     if 'sha256' in began['target']:
@@ -144,7 +146,7 @@ class Workspace:
     corpus = corpora.load(
       wanted['name'],
       text_field=wanted['text_field'] or None,
-      test=wanted.get('test') or None,
+      test=wanted['test'] or None,
     )
     record = self.folder / 'corpus.json'
     if not record.exists():
@@ -232,7 +234,7 @@ class Workspace:
     command = f'python train/pretrain.py --workdir {self.folder}'
     self._require(folder, 'target', command)
     done = checkpoint.Checkpoints(folder).latest()
-    adopted = self.config['target'].get('path')
+    adopted = self.config['target']['path']
     steps = 0 if adopted else self.config['pretrain']['steps']
     if done < steps:
       raise ValueError(
@@ -329,7 +331,7 @@ class Workspace:
       ValueError: the drafter grows trees, whose length is fixed.
     """
     c = self.config['decode']
-    name = c.get('draft_length', 'fixed')
+    name = c['draft_length']
     if name == 'fixed' or kind == 'none':
       return draft_length.FIXED
     if kind in ('iid', 'distinct', 'committee'):
@@ -383,7 +385,7 @@ class Workspace:
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:
     target, wanted = self.config['target'], self.config['corpus']
-    if target.get('path'):
+    if target['path']:
       path = target['tokenizer_path'] or llama2c.tokenizer_beside(
         target['path']
       )

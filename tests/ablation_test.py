@@ -117,6 +117,8 @@ def test_a_section_is_an_axis_of_dictionaries():
     ('loss.kl_weight=-1', 'loss.kl_weight is -1.0'),
     ('decode.verify=nope', "no rule 'nope'"),
     ('draft.model.width=0', 'draft.model.width is 0'),
+    ('distill.patience=0,2', 'distill.patience is 2: .* it must be 0'),
+    ('decode.verify=block,rejection', 'give ablation.timed_prompts'),
   ],
 )
 def test_a_mistake_in_an_axis_is_refused_before_anything_is_done(given, words):
@@ -174,7 +176,7 @@ def test_nobody_is_trained_twice(tmp_path):
     ('3', [Student(0.0, 1), Student(INF, 0), Student(INF, 1)]),
   ]
   text = {'corpus': 0.5, 'target': 0.0, 'draft': 0.5}
-  own = config | {'data': {**config.get('data', {}), **text}}
+  own = config | {'data': config['data'] | text}
   _, (alone,) = planned(own, 'loss.kl_weight=0,1,inf')
   found = ablation.trainings(tmp_path, alone, 9)
   assert [len(some) for _, some in found] == [1] * 6
@@ -338,12 +340,14 @@ def test_lines_go_along_one_axis():
 def result(*weights):
   rows = [
     {'loss.kl_weight': w, 'decode.k': 2, 'seed': s}
-    | {'acceptance': 0.5 + w / 8 + s / 100, 'kl': 0.4, 'block_efficiency': 2.0}
+    | {'acceptance': 0.5 + w / 8 + s / 100, 'kl': 0.4}
+    | {'block_efficiency': 2.0 + w / 8}
     for w in weights
     for s in (0, 1)
   ]
   values = {'loss.kl_weight': weights, 'decode.k': (2,)}
-  return ablation_report.Ablation(values, rows)
+  decode = {'k': 2, 'temperature': 1.0}
+  return ablation_report.Ablation(values, rows, decode)
 
 
 def test_all_is_written_and_the_table_has_what_was_measured(tmp_path):
@@ -364,6 +368,38 @@ def test_all_is_written_and_the_table_has_what_was_measured(tmp_path):
   html = (tmp_path / 'ablation.html').read_text()
   assert html.count('data:image/png;base64,') == 2
   assert 'python &lt;it&gt;' in html and '0.505 ± 0.064' in html
+
+
+def test_the_best_is_decoded_as_the_run_is():
+  rows = [
+    {'decode.k': k, 'data': i, 'seed': s, 'block_efficiency': k + i + s * away}
+    for k in (2, 8)
+    for i, away in ((0, 9.0), (1, -1.0))
+    for s in (0, 1)
+  ]
+  values = {'decode.k': (2, 8), 'data': (0, 1)}
+  for k, best in ((2, 0), (8, 2), (4, None)):
+    decode = {'k': k, 'temperature': 1.0}
+    found = ablation_report.Ablation(values, rows, decode)
+    assert found.best == best
+
+
+def test_a_draft_that_diverges_is_named(workspace):
+  some = [Student(0.0, 0), Student(INF, 3)]
+  own = Workspace(
+    workspace.folder, page(loss__divergence='ablation_test:nowhere')
+  )
+  folder = workspace.folder / 'diverges'
+  with pytest.raises(FloatingPointError) as error:
+    students.train(own, workspace.target(), some, folder, 'diverges')
+  words = 'of the draft of KL weight inf and seed 3: loss is nan at step 1'
+  assert str(error.value).startswith(words)
+
+
+def nowhere(logits, target_log_p):
+  """A divergence that is not finite; of weight zero it does no harm."""
+  del target_log_p
+  return jnp.full(logits.shape[:-1], jnp.nan)
 
 
 def test_a_single_point_is_reported_without_pictures(tmp_path):

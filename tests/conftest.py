@@ -14,6 +14,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('specjax')
 
 
+def pytest_addoption(parser):
+  """Says what `make test-exhaustive` adds."""
+  parser.addoption(
+    '--exhaustive',
+    action='store_true',
+    help='enumerate rules on all tables instead of every tenth',
+  )
+
+
 @pytest.fixture(scope='module')
 def quick_compilation():
   """For programs that run a few times only."""

@@ -18,24 +18,32 @@ def name(case):
   return f'{case.rule}-{case.siblings}-{"x".join(map(str, case.branching))}'
 
 
+@pytest.fixture
+def tables(request):
+  """How many of a case's tables: all take a quarter of an hour."""
+  every = request.config.getoption('exhaustive')
+  return lambda count: count if every else max(count // 10, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('case', CASES, ids=map(name, CASES))
-def test_every_rule_is_exact_in_float32(case):
-  got = enumeration.survey(case, case.tables)
-  assert got.tables == case.tables
+def test_every_rule_is_exact_in_float32(case, tables):
+  got = enumeration.survey(case, tables(case.tables))
+  assert got.tables == tables(case.tables)
   assert got.deviation < 1e-6
 
 
 @pytest.mark.slow
-def test_every_rule_is_exact_in_float64():
+def test_every_rule_is_exact_in_float64(tables):
   """In a process of its own: double precision is a global switch."""
-  program = """if True:
+  program = f"""if True:
     import jax
     jax.config.update('jax_enable_x64', True)
     from specjax import enumeration
     for case in enumeration.cases():
-      tables = 50 if len(case.branching) < 3 or case.chain else 4
-      got = enumeration.survey(case, tables, 'float64')
+      deep = len(case.branching) > 2 and not case.chain
+      tables = {tables(20)} // 5 if deep else {tables(50)}
+      got = enumeration.survey(case, max(tables, 1), 'float64')
       assert got.deviation < 1e-12, got
     """
   subprocess.run([sys.executable, '-c', program], check=True)
@@ -46,8 +54,8 @@ WHOLE = [case for case in CASES if case.rule in ('block', 'traversal')]
 
 @pytest.mark.slow
 @pytest.mark.parametrize('case', WHOLE, ids=map(name, WHOLE))
-def test_whole_paths_accept_at_least_as_much_on_every_table(case):
-  count = 10 if len(case.branching) > 2 and not case.chain else 100
+def test_whole_paths_accept_at_least_as_much_on_every_table(case, tables):
+  count = tables(10 if len(case.branching) > 2 and not case.chain else 100)
   least = enumeration.survey(case._replace(rule='rejection'), count)
   got = enumeration.survey(case, count)
   gain = np.subtract(got.tokens_per_round, least.tokens_per_round)

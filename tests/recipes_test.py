@@ -53,18 +53,6 @@ def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
   assert not seen & (numbers['validation'] | numbers['test'])
 
 
-def test_without_a_section_for_data_there_is_corpus_alone(tmp_path):
-  run = workspace(tmp_path)
-  old = workspace(tmp_path)
-  del old.config['data']
-  for step in (0, 9):
-    a, b = (
-      recipes.batches(each, None, 'draft')(step, None) for each in (run, old)
-    )
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-  assert recipes.made_with(old.config) == recipes.made_with(run.config)
-
-
 def test_how_a_draft_is_scored_does_not_change_its_text(tmp_path):
   run = workspace(tmp_path, data={'corpus': 0.0, 'target': 1.0, 'refresh': 2})
   target, drafter = run.new_target(0), run.new_drafter(1)

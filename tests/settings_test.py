@@ -102,14 +102,41 @@ def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(
   assert not (tmp_path / 'run').exists()
 
 
-def test_a_run_from_before_a_key_of_the_loss_goes_on_as_it_was():
-  assert recipes.LOSS == {
-    key: value for key, value in PAGE['loss'].items() if key != 'kl_weight'
-  }
-  old = {**PAGE, 'loss': {'kl_weight': 3.0}}
-  settings.check(old)
-  new, before = recipes.loss(PAGE), recipes.loss(old)
-  assert (new.func, new.keywords) == (before.func, before.keywords)
+def without(config, added):
+  """A configuration from before what was added."""
+  found = {}
+  for key, value in config.items():
+    new = added.get(key)
+    if isinstance(new, dict):
+      found[key] = without(value, new)
+    elif key not in added:
+      found[key] = value
+  return found
+
+
+def test_what_was_added_to_pages_does_in_older_runs_what_they_did():
+  page = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py').to_dict()
+  added = {**runs._ADDED, 'data': None}
+  old = without(page, added)
+  assert 'data' not in old and set(old['loss']) == {'kl_weight'}
+  assert 'path' not in old['target'] and 'draft_length' not in old['decode']
+  found = runs.complete(copy.deepcopy(old))
+  # An arm that was not asked for then is not run now.
+  page['speedup']['controllers'] = ()
+  assert found == page
+  settings.check(found)
+
+
+def test_a_run_from_before_is_opened_and_gone_on_with(tmp_path):
+  old = without(PAGE, {**runs._ADDED, 'data': None})
+  runs.write_json(tmp_path / 'config.json', old)
+  (tmp_path / 'corpus.json').touch()
+  found = Workspace.look_at(tmp_path, runs.read_json(tmp_path / 'config.json'))
+  assert found.config['loss']['divergence'] == 'forward_kl'
+  run = Workspace.create(tmp_path, PAGE)
+  assert run.config['corpus']['test'] == ''
+  with pytest.raises(ValueError, match='corpus.test:  -> files:x'):
+    Workspace.create(tmp_path, changed('corpus.test', 'files:x'))
 
 
 def test_a_draft_from_before_a_key_of_the_loss_is_not_refused(tmp_path):

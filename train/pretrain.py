@@ -33,7 +33,7 @@ def pretrain(workspace: Workspace):
 
   One that `config.target.path` names is loaded instead.
   """
-  path = workspace.config['target'].get('path')
+  path = workspace.config['target']['path']
   if path:
     workspace.adopt_target()
     size = sum(leaf.size for leaf in jax.tree.leaves(workspace.target()))
