@@ -1,6 +1,6 @@
 """Acceptance against what a draft learns from: corpus, target, or itself.
 
-    python train/pretrain.py --config configs/ablation_data.py  # if not done yet
+    python train/pretrain.py --config configs/ablation_data.py
     python eval/ablation.py --config configs/ablation_data.py
 
 Target and drafts are those of configs/stdlib.py, and so is the run. Every draft

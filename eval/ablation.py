@@ -30,16 +30,12 @@ import rich.console
 import rich.table
 from absl import flags
 
-from specjax import (
-  ablation,
-  ablation_report,
+from specjax import experiment, files, logs, recipes, runs
+from specjax.ablation import (
   axes,
-  experiment,
-  files,
   findings,
-  logs,
-  recipes,
-  runs,
+  planning,
+  report,
   scoring,
   students,
 )
@@ -63,7 +59,7 @@ def main(config, folder):
   values = axes.find(config, AXIS.value)
   for key, some in values.items():
     axes.put(config['ablation']['axes'], key, some)
-  points = ablation.points(config, values)
+  points = planning.points(config, values)
   # Two at a time would plan the same folders for different drafts.
   with files.alone(folder / 'ablation'):
     ablate(config, folder, values, points)
@@ -71,14 +67,14 @@ def main(config, folder):
 
 def ablate(config, folder, values, points):
   """Goes through the points, from where an earlier call was stopped."""
-  groups = ablation.groups(points)
-  ablation.begin(folder / 'ablation', config, values)
+  groups = planning.groups(points)
+  planning.begin(folder / 'ablation', config, values)
   workspace = Workspace.create(folder, config)
   target = workspace.target()
   plan = [
     (group, *training)
     for group in groups
-    for training in ablation.trainings(
+    for training in planning.trainings(
       folder / 'ablation', group, config['ablation']['together']
     )
   ]
@@ -88,14 +84,14 @@ def ablate(config, folder, values, points):
     return
   found, place = {}, {}
   clock = Clock(
-    sum(not ablation.is_done(path, group) for group, path, _ in plan)
+    sum(not planning.is_done(path, group) for group, path, _ in plan)
   )
   for group, path, some in plan:
     drafters = trained(workspace, target, group, path, some, clock)
     for point, row in measured(workspace, target, group, path, some, drafters):
       found[id(point)], place[id(point)] = row, (group, path, some)
   rows = [found[id(point)] for point in points]
-  result = ablation_report.Ablation(values, rows, config['decode'])
+  result = report.Ablation(values, rows, config['decode'])
   show(workspace, result)
   if result.best is not None:
     rows = result.found[result.best].rows
@@ -109,7 +105,7 @@ def foretell(workspace, points, groups, plan):
   todo = [
     (group, some)
     for group, path, some in plan
-    if not ablation.is_done(path, group)
+    if not planning.is_done(path, group)
   ]
   count = sum(len(group.students) for group in groups)
   left = sum(len(some) for _, some in todo)
@@ -122,7 +118,7 @@ def foretell(workspace, points, groups, plan):
       functools.partial(of_group(workspace, group).new_drafter, 0)
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    held = ablation.bytes_of(size, len(some))
+    held = planning.bytes_of(size, len(some))
     print(
       f'  {len(some)} drafts of {size:,} parameters{describe(group)}: weights,'
       f' gradients and optimiser take {held / 1e6:,.0f} MB'
@@ -158,11 +154,11 @@ def of_group(workspace, group, student=None):
 def trained(workspace, target, group, path, some, clock):
   """The drafts of a training, which is done if it is not yet."""
   own = of_group(workspace, group, some[0])
-  if ablation.is_done(path, group):
+  if planning.is_done(path, group):
     return students.load(own, some, path)
   print(f'{clock.text()}: {len(some)} drafts{describe(group)}')
   runs.write_json(
-    path.parent / 'settings.json', ablation.trained_with(group.config)
+    path.parent / 'settings.json', planning.trained_with(group.config)
   )
   name = f'{group.name}-{path.name}'
   drafters = students.train(own, target, some, path, name)
@@ -215,7 +211,7 @@ def race(workspace, target, drafters, decode, c):
 
 def kept(folder, settings, make):
   """What was found with these settings, or is now."""
-  path = folder / f'{ablation.digest(settings)}.json'
+  path = folder / f'{planning.digest(settings)}.json'
   if not path.exists():
     folder.mkdir(parents=True, exist_ok=True)
     runs.write_json(path, {'settings': settings, 'values': make()})
@@ -293,7 +289,7 @@ def show(workspace, result):
     table.add_row(*row, style='bold' if i == result.best else None)
   console.print(table)
   command = shlex.join(['python', *sys.argv])
-  page, *others = ablation_report.write(
+  page, *others = report.write(
     workspace.folder, result, workspace.config, command
   )
   print(f'report: {page}')

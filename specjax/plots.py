@@ -23,7 +23,7 @@ from scipy import stats
 # light for a line on white. The markers say the same without colour.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00')
 _MARKERS = ('o', 's', '^', 'D', 'v', 'P')
-_GREY = '#666666'
+GREY = '#666666'
 # Of a round, from the bottom of a bar, as `sweep.predict` names them.
 PARTS = ('host', 'draft', 'verify', 'loop')
 _LINE_HEIGHT = 0.065  # of a line of text, in heights of a panel
@@ -56,12 +56,12 @@ def speedup_by_k(
   rows = sorted(sweep, key=lambda row: row['k'])
   batches = sorted({row['batch'] for row in rows})
   names = sorted({(row['drafter'], row['temperature']) for row in rows})
-  figure = _figure(title, width=4.2 * max(len(batches), 2))
+  figure = new_figure(title, width=4.2 * max(len(batches), 2))
   panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
   for panel, batch in zip(panels, batches, strict=True):
-    panel.axhline(1, color=_GREY, linewidth=1)
+    panel.axhline(1, color=GREY, linewidth=1)
     lines = 0
-    for name, style in zip(names, _styles(), strict=False):
+    for name, style in zip(names, line_styles(), strict=False):
       line = [
         row
         for row in rows
@@ -76,21 +76,21 @@ def speedup_by_k(
     panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xticklabels([str(k) for k in ticks])
-    _label(panel, f'batch {batch}', 'draft length K (tokens)')
+    label_axes(panel, f'batch {batch}', 'draft length K (tokens)')
   panels[0].set_ylabel('speedup over plain (×; median, min–max)')
   # Room above the data for a line of text per curve.
   top = max(panel.dataLim.y1 for panel in panels)
   panels[0].set_ylim(0, top / (0.95 - _LINE_HEIGHT * len(names)))
   handles = [
     panels[0].plot([], [], label=f'{drafter}, T = {t:g}', **style)[0]
-    for (drafter, t), style in zip(names, _styles(), strict=False)
+    for (drafter, t), style in zip(names, line_styles(), strict=False)
   ]
   for label, style in (
     ('predicted', {'linestyle': '--'}),
     ('best K', {'linestyle': '', 'marker': 'o', **_RING}),
   ):
-    handles += panels[0].plot([], [], color=_GREY, label=label, **style)
-  return _save(figure, path, handles)
+    handles += panels[0].plot([], [], color=GREY, label=label, **style)
+  return save_figure(figure, path, handles)
 
 
 def predictions(
@@ -112,10 +112,14 @@ def predictions(
   rows = sorted(sweep, key=lambda row: row['k'])
   cases = sorted({(row['temperature'], row['batch']) for row in rows})
   width = max(8.4, 3.6 * len(cases))
-  figure = _figure(title, width=width, height=7.6)
+  figure = new_figure(title, width=width, height=7.6)
   panels = figure.subplots(2, len(cases), squeeze=False, sharey='row')
   styles = dict(
-    zip(('predicted', 'i.i.d., v(K)', 'i.i.d., v = 1'), _styles(), strict=False)
+    zip(
+      ('predicted', 'i.i.d., v(K)', 'i.i.d., v = 1'),
+      line_styles(),
+      strict=False,
+    )
   )
   handles = []
   for column, case in zip(panels.T, cases, strict=True):
@@ -123,14 +127,14 @@ def predictions(
     where = f'T = {case[0]:g}, batch {case[1]}'
     handles = _prediction_lines(column[0], line, styles)
     handles += _round_bars(column[1], line)
-    _label(column[0], where, 'draft length K (tokens)')
-    _label(column[1], f'{where}: a round', 'draft length K (tokens)')
+    label_axes(column[0], where, 'draft length K (tokens)')
+    label_axes(column[1], f'{where}: a round', 'draft length K (tokens)')
     for panel in column:
       panel.set_xticks(range(len(line)), [str(row['k']) for row in line])
   panels[0, 0].set_ylabel('speedup over plain (×)')
   panels[0, 0].set_ylim(bottom=0)
   panels[1, 0].set_ylabel('milliseconds')
-  return _save(figure, path, handles)
+  return save_figure(figure, path, handles)
 
 
 def acceptance_by_depth(
@@ -149,20 +153,22 @@ def acceptance_by_depth(
   Returns:
     The path.
   """
-  figure = _figure(title)
+  figure = new_figure(title)
   left, right = figure.subplots(1, 2, sharey=True, sharex=True)
   handles = []
-  for (label, values), style in zip(curves.items(), _styles(), strict=False):
+  for (label, values), style in zip(
+    curves.items(), line_styles(), strict=False
+  ):
     rate = np.asarray(values, float)  # None becomes NaN, which is not drawn
     depth = np.arange(1, len(rate) + 1)
     handles += left.plot(depth, rate, label=label, **style)
     right.plot(depth, np.cumprod(rate), **style)
-  _label(left, 'of the tokens tested', 'depth in the draft (tokens)')
-  _label(right, 'of all drafts: survival', 'depth in the draft (tokens)')
+  label_axes(left, 'of the tokens tested', 'depth in the draft (tokens)')
+  label_axes(right, 'of all drafts: survival', 'depth in the draft (tokens)')
   left.set_ylabel('share accepted')
   left.set_ylim(0, 1.02)
   left.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-  return _save(figure, path, handles)
+  return save_figure(figure, path, handles)
 
 
 def training_curves(
@@ -186,7 +192,7 @@ def training_curves(
   records = list(records)
   keys = list(dict.fromkeys(itertools.chain(*panels.values())))
   colours = dict(zip(keys, itertools.cycle(_COLOURS)))
-  figure = _figure(title, width=max(8.4, 4.2 * len(panels)))
+  figure = new_figure(title, width=max(8.4, 4.2 * len(panels)))
   axes = figure.subplots(1, len(panels), squeeze=False)[0]
   handles = {}
   for axis, (label, names) in zip(axes, panels.items(), strict=True):
@@ -204,8 +210,8 @@ def training_curves(
         linewidth=1.8 if few else 1.2,
       )[0]
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _label(axis, label, 'step')
-  return _save(figure, path, list(handles.values()))
+    label_axes(axis, label, 'step')
+  return save_figure(figure, path, list(handles.values()))
 
 
 def draft_size(
@@ -230,21 +236,21 @@ def draft_size(
   rows = sorted(sizes, key=lambda row: row['ratio'])
   names = 'ratio', 'acceptance', 'draft_cost_ratio', 'speedup_at_longest'
   x, alpha, c, tail = (np.array([row[name] for row in rows]) for name in names)
-  figure = _figure(title, width=12.6)
+  figure = new_figure(title, width=12.6)
   panels = figure.subplots(1, 3, sharex=True)
-  one, two, three, four = itertools.islice(_styles(), 4)
+  one, two, three, four = itertools.islice(line_styles(), 4)
   panels[0].plot(x, alpha, **one)
   panels[1].plot(x, c, **two)
-  proportional = {'color': _GREY, 'linestyle': ':', 'label': 'c = share'}
+  proportional = {'color': GREY, 'linestyle': ':', 'label': 'c = share'}
   handles = panels[1].plot(x, x, **proportional)
-  panels[2].axhline(1, color=_GREY, linewidth=1)
+  panels[2].axhline(1, color=GREY, linewidth=1)
   _speedup_line(panels[2], rows, three, x='ratio')
   panels[2].plot(x, tail, **four)
   for label, style in (
     ('measured at best K', three),
     ('predicted at best K', {'color': three['color'], 'linestyle': '--'}),
     (f'measured at K = {longest}', four),
-    ('fastest', {'color': _GREY, 'linestyle': '', 'marker': 'o', **_RING}),
+    ('fastest', {'color': GREY, 'linestyle': '', 'marker': 'o', **_RING}),
   ):
     handles += panels[2].plot([], [], label=label, **style)
   panels[0].set_xscale('log')  # of all: they share it
@@ -256,13 +262,13 @@ def draft_size(
     ('acceptance rate α', 'cost c of a draft step', 'speedup'),
     strict=True,
   ):
-    _label(panel, name, "share of the target's parameters")
+    label_axes(panel, name, "share of the target's parameters")
   panels[0].set_ylabel('Σ min(p, q), mean over positions')
   panels[1].set_ylabel('draft step / plain step of the target')
   panels[1].set_ylim(0)
   panels[2].set_ylabel('speedup over plain (×; min–max)')
   panels[2].set_ylim(0, panels[2].dataLim.y1 / (0.95 - _LINE_HEIGHT))
-  return _save(figure, path, handles)
+  return save_figure(figure, path, handles)
 
 
 def losslessness(
@@ -285,9 +291,9 @@ def losslessness(
   Returns:
     The path.
   """
-  figure = _figure(title, width=12.6 if display else 8.8)
+  figure = new_figure(title, width=12.6 if display else 8.8)
   panels = figure.subplots(1, 3 if display else 2)
-  styles = dict(zip(transforms, _styles(), strict=False))
+  styles = dict(zip(transforms, line_styles(), strict=False))
   handles = [
     panels[0].plot([], [], label=arm, **style)[0]
     for arm, style in styles.items()
@@ -297,7 +303,7 @@ def losslessness(
   _test_points(panels[1], tests, styles, stats.norm.isf(least / 2))
   if display:
     handles += _distance_bars(panels[2], display)
-  return _save(figure, path, handles)
+  return save_figure(figure, path, handles)
 
 
 def _transform_curves(panel, transforms, styles, level):
@@ -309,8 +315,8 @@ def _transform_curves(panel, transforms, styles, level):
     panel.plot(grid, curve, **{**styles[arm], 'marker': '', 'linewidth': 1.2})
   for sign in (-1, 1):
     edge = sign * stats.kstwobign.isf(level)
-    panel.axhline(edge, color=_GREY, linestyle='--', linewidth=1)
-  _label(panel, 'transforms of all tokens', 'uniform quantile')
+    panel.axhline(edge, color=GREY, linestyle='--', linewidth=1)
+  label_axes(panel, 'transforms of all tokens', 'uniform quantile')
   panel.set_ylabel('√n × (share below − quantile)')
 
 
@@ -323,18 +329,18 @@ def _test_points(panel, tests, styles, threshold):
     z = [min(own[name]['z'], end) for name in names]
     place = np.arange(len(names)) + 0.15 * (1 - 2 * i)
     panel.plot(z, place, **{**style, 'linestyle': ''})
-  panel.axvline(threshold, color=_GREY, linestyle='--', linewidth=1)
+  panel.axvline(threshold, color=GREY, linestyle='--', linewidth=1)
   panel.set_yticks(range(len(names)), names, fontsize=9)
   panel.set_xlim(-0.1, 1.05 * end)
   panel.invert_yaxis()
-  _label(panel, 'tests', f'|z| of the p-value (at most {end:.1f})')
+  label_axes(panel, 'tests', f'|z| of the p-value (at most {end:.1f})')
 
 
 def _distance_bars(panel, display):
   """TV of n-grams with intervals; returns what the legend should name."""
   handles, names = [], []
   for i, (row, style) in enumerate(
-    zip(display, itertools.islice(_styles(), 2, None), strict=False)
+    zip(display, itertools.islice(line_styles(), 2, None), strict=False)
   ):
     found = row['distances']
     place = np.arange(len(found)) + 0.12 * (2 * i - len(display) + 1)
@@ -346,9 +352,9 @@ def _distance_bars(panel, display):
     style = {**style, 'linestyle': '', 'label': f'plain against {row["arm"]}'}
     handles.append(panel.errorbar(place, value, error, capsize=4, **style))
     names = [f'{x["n"]}-grams' for x in found]
-  panel.axhline(0, color=_GREY, linewidth=1)
+  panel.axhline(0, color=GREY, linewidth=1)
   panel.set_xticks(range(len(names)), names)
-  _label(panel, 'samples of short text', 'tokens taken together')
+  label_axes(panel, 'samples of short text', 'tokens taken together')
   panel.set_ylabel('TV less its null mean (95 % intervals)')
   return handles
 
@@ -424,7 +430,8 @@ def _round_bars(panel, line):
   return handles
 
 
-def _styles() -> Iterable[dict[str, Any]]:
+def line_styles() -> Iterable[dict[str, Any]]:
+  """Looks of lines that can be told apart in grey too, without end."""
   for colour, marker in itertools.cycle(zip(_COLOURS, _MARKERS, strict=True)):
     yield {
       'color': colour,
@@ -435,13 +442,15 @@ def _styles() -> Iterable[dict[str, Any]]:
     }
 
 
-def _figure(title: str, width: float = 8.4, height: float = 4.4) -> Figure:
+def new_figure(title: str, width: float = 8.4, height: float = 4.4) -> Figure:
+  """A figure with its title; sizes are in inches."""
   figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
   figure.suptitle(title, fontsize=14, fontweight='bold')
   return figure
 
 
-def _label(axis: Axes, title: str, x: str) -> None:
+def label_axes(axis: Axes, title: str, x: str) -> None:
+  """Gives a panel its title, the name of its x axis, and a quiet grid."""
   axis.set_title(title, fontsize=12)
   axis.set_xlabel(x)
   axis.grid(axis='y', color='#dddddd', linewidth=0.8)
@@ -449,7 +458,10 @@ def _label(axis: Axes, title: str, x: str) -> None:
   axis.spines[['top', 'right']].set_visible(False)
 
 
-def _save(figure: Figure, path: Path, handles: Sequence[Any]) -> pathlib.Path:
+def save_figure(
+  figure: Figure, path: Path, handles: Sequence[Any]
+) -> pathlib.Path:
+  """Writes a PNG, all of it or nothing, with a legend of some handles below."""
   if handles:
     longest = max(len(handle.get_label()) for handle in handles)
     # A line of the legend has some 13 characters to the inch.

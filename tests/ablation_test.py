@@ -13,21 +13,23 @@ import scripts
 import toys
 
 from specjax import (
-  ablation,
-  ablation_report,
-  axes,
   data,
   distill,
   experiment,
-  findings,
   optimizing,
   runs,
-  scoring,
   settings,
-  students,
   warps,
 )
-from specjax.ablation import Student
+from specjax.ablation import (
+  axes,
+  findings,
+  planning,
+  report,
+  scoring,
+  students,
+)
+from specjax.ablation.planning import Student
 from specjax.checkpoint import Checkpoints
 from specjax.drafters.model import ModelDrafter
 from specjax.workspace import Workspace
@@ -44,8 +46,8 @@ def page(**values):
 
 
 def planned(config, *given):
-  points = ablation.points(config, axes.find(config, given))
-  return points, ablation.groups(points)
+  points = planning.points(config, axes.find(config, given))
+  return points, planning.groups(points)
 
 
 def test_points_are_the_product_with_every_seed():
@@ -162,7 +164,7 @@ def test_nobody_is_trained_twice(tmp_path):
   def who(together=9):
     return [
       (path.name, some)
-      for path, some in ablation.trainings(tmp_path, group, together)
+      for path, some in planning.trainings(tmp_path, group, together)
     ]
 
   assert who() == [('0', group.students)]
@@ -178,30 +180,30 @@ def test_nobody_is_trained_twice(tmp_path):
   text = {'corpus': 0.5, 'target': 0.0, 'draft': 0.5}
   own = config | {'data': config['data'] | text}
   _, (alone,) = planned(own, 'loss.kl_weight=0,1,inf')
-  found = ablation.trainings(tmp_path, alone, 9)
+  found = planning.trainings(tmp_path, alone, 9)
   assert [len(some) for _, some in found] == [1] * 6
-  assert ablation.is_done(at / '0', group)
-  assert not ablation.is_done(at / '1', group)
+  assert planning.is_done(at / '0', group)
+  assert not planning.is_done(at / '1', group)
 
 
 def test_a_changed_configuration_is_refused_with_what_differs(tmp_path):
   config = page()
   values = axes.find(config)
-  ablation.begin(tmp_path, config, values)
+  planning.begin(tmp_path, config, values)
   other = page(distill__steps=9, draft__model__width=64, decode__k=1)
-  ablation.begin(tmp_path, other, values)  # nothing was trained yet
-  ablation.begin(tmp_path, config, values)
+  planning.begin(tmp_path, other, values)  # nothing was trained yet
+  planning.begin(tmp_path, config, values)
   begun(tmp_path / 'group' / '0', (0.0, 0))
   with pytest.raises(ValueError) as refused:
-    ablation.begin(tmp_path, other, values)
+    planning.begin(tmp_path, other, values)
   for words in ('distill.steps: 4 -> 9', 'draft.model.width: 32 -> 64'):
     assert words in str(refused.value)
   assert 'decode' not in str(refused.value)  # that is only measured
   assert 'kl_weight' not in str(refused.value)
   # What is an axis, or once was, may differ.
   wider = {**values, 'draft.model.width': (32, 64)}
-  ablation.begin(tmp_path, page(draft__model__width=64), wider)
-  ablation.begin(tmp_path, page(draft__model__width=64), values)
+  planning.begin(tmp_path, page(draft__model__width=64), wider)
+  planning.begin(tmp_path, page(draft__model__width=64), values)
 
 
 @pytest.fixture(scope='module')
@@ -242,7 +244,7 @@ def test_the_memory_that_is_foretold_is_what_training_holds(workspace):
   held = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state)]
   gradients = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state.model)]
   one = sum(x.size for x in jax.tree.leaves(state.model)) // 3
-  foretold = ablation.bytes_of(one, 3)
+  foretold = planning.bytes_of(one, 3)
   assert sum(held) + sum(gradients) == pytest.approx(foretold, rel=1e-2)
 
 
@@ -347,7 +349,7 @@ def result(*weights):
   ]
   values = {'loss.kl_weight': weights, 'decode.k': (2,)}
   decode = {'k': 2, 'temperature': 1.0}
-  return ablation_report.Ablation(values, rows, decode)
+  return report.Ablation(values, rows, decode)
 
 
 def test_all_is_written_and_the_table_has_what_was_measured(tmp_path):
@@ -358,13 +360,13 @@ def test_all_is_written_and_the_table_has_what_was_measured(tmp_path):
   assert [row[-1] for row in cells] == ['+0.125 ± 0.000', '', '+0.250 ± 0.000']
   half = 12.7062 * 0.01 / 2  # Student's quantile, of two seeds
   assert cells[1][1] == f'0.505 ± {half:.3f}'
-  written = ablation_report.write(tmp_path, found, page(), 'python <it>')
+  written = report.write(tmp_path, found, page(), 'python <it>')
   assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
     path.name for path in written
   )
-  report = runs.read_json(tmp_path / 'ablation.json')
-  assert report['points'] == found.rows
-  assert report['means'][2]['acceptance'] == pytest.approx([0.755, half], 1e-4)
+  said = runs.read_json(tmp_path / 'ablation.json')
+  assert said['points'] == found.rows
+  assert said['means'][2]['acceptance'] == pytest.approx([0.755, half], 1e-4)
   html = (tmp_path / 'ablation.html').read_text()
   assert html.count('data:image/png;base64,') == 2
   assert 'python &lt;it&gt;' in html and '0.505 ± 0.064' in html
@@ -380,7 +382,7 @@ def test_the_best_is_decoded_as_the_run_is():
   values = {'decode.k': (2, 8), 'data': (0, 1)}
   for k, best in ((2, 0), (8, 2), (4, None)):
     decode = {'k': k, 'temperature': 1.0}
-    found = ablation_report.Ablation(values, rows, decode)
+    found = report.Ablation(values, rows, decode)
     assert found.best == best
 
 
@@ -403,7 +405,7 @@ def nowhere(logits, target_log_p):
 
 
 def test_a_single_point_is_reported_without_pictures(tmp_path):
-  written = ablation_report.write(tmp_path, result(1.0), page(), 'python it')
+  written = report.write(tmp_path, result(1.0), page(), 'python it')
   suffixes = [path.suffix for path in written]
   assert suffixes == ['.html', '.csv', '.json']
   assert result(1.0).table()[0] == ['α', 'tokens/round', 'KL(p‖q)']
@@ -491,8 +493,8 @@ def test_a_killed_ablation_goes_on_to_equal_results(workspace, tmp_path):
   code, out, error = scripts.finish(command(broken, '--compare=2'))
   assert code == 0, error
   assert '2 steps of 4 drafts: together' in out
-  report = runs.read_json(broken / 'ablation_compare.json')
-  assert report['difference'] < 1e-4
+  said = runs.read_json(broken / 'ablation_compare.json')
+  assert said['difference'] < 1e-4
 
 
 def copy(run, folder):

@@ -9,7 +9,8 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from specjax import plots, plots_ablation
+from specjax import plots
+from specjax.ablation import plots as ablation_plots
 
 SWEEP = [
   {
@@ -116,13 +117,13 @@ PICTURES = {
   'training': lambda path: plots.training_curves(
     path, RECORDS, {'loss (nats)': ['loss'], 'KL (nats)': ['kl', 'absent']}
   ),
-  'ablation': lambda path: plots_ablation.by_axis(
+  'ablation': lambda path: ablation_plots.by_axis(
     path, 'KL weight', WEIGHTS, LINES
   ),
-  'ablation of names': lambda path: plots_ablation.by_axis(
+  'ablation of names': lambda path: ablation_plots.by_axis(
     path, 'divergence', ['forward_kl', 'tv', 'jsd', {'a': 1}], LINES
   ),
-  'floors': lambda path: plots_ablation.acceptance_by_kl(path, LINES),
+  'floors': lambda path: ablation_plots.acceptance_by_kl(path, LINES),
 }
 
 
@@ -208,7 +209,7 @@ def test_numbers_stand_to_scale_and_names_side_by_side(tmp_path, figure):
     ([1, 10, 100], [0, 1, 2]),
     (['b', 'a', 'c'], [0, 1, 2]),
   ):
-    plots_ablation.by_axis(tmp_path / 'x.png', 'x', values, line)
+    ablation_plots.by_axis(tmp_path / 'x.png', 'x', values, line)
     (panel,) = figure().axes
     drawn, y = panel.lines[0].get_data()
     np.testing.assert_allclose(drawn, x)
@@ -219,7 +220,7 @@ def test_numbers_stand_to_scale_and_names_side_by_side(tmp_path, figure):
 
 def test_a_seed_that_is_missing_is_a_gap(tmp_path, figure):
   line = {'': {'acceptance': [[0.1, math.nan], [0.3, math.nan]]}}
-  plots_ablation.by_axis(tmp_path / 'x.png', 'x', [1, 2], line)
+  ablation_plots.by_axis(tmp_path / 'x.png', 'x', [1, 2], line)
   (panel,) = figure().axes
   np.testing.assert_allclose(panel.lines[0].get_ydata(), [0.2, math.nan])
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 import scripts
 
-from specjax import experiment, files, recipes, settings
+from specjax import experiment, files, recipes, runs, settings
 from specjax.checkpoint import Checkpoints
 from specjax.drafters.committee import Committee
 from specjax.drafters.model import ModelDrafter

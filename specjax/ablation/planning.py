@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax import recipes, runs, settings
-from specjax.axes import KL_WEIGHT, TRAINED, put
+from specjax.ablation.axes import KL_WEIGHT, TRAINED, put
 from specjax.checkpoint import Checkpoints
 
 

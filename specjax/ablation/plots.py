@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from specjax import axes, metrics
-from specjax.plots import _GREY, Path, _figure, _label, _save, _styles
+from specjax import metrics
+from specjax.ablation import axes
+from specjax.plots import (
+  GREY,
+  Path,
+  label_axes,
+  line_styles,
+  new_figure,
+  save_figure,
+)
 
 # Of two measures in turn, their names and what their axis says.
 PANELS = {
@@ -50,7 +58,7 @@ def by_axis(
     measure for measure in PANELS if all(measure in m for m in lines.values())
   ]
   columns = math.ceil(len(measures) / 2)
-  figure = _figure(title, width=4.2 * max(columns, 2), height=7.4)
+  figure = new_figure(title, width=4.2 * max(columns, 2), height=7.4)
   panels = figure.subplots(2, columns, sharex=True, squeeze=False).ravel()
   x, joined = _places(places)
   order = np.argsort(x)
@@ -59,7 +67,7 @@ def by_axis(
   beside = step * _DODGE / min(len(lines), 2)
   handles = []
   for i, (line, style) in enumerate(
-    zip(lines.items(), _styles(), strict=False)
+    zip(lines.items(), line_styles(), strict=False)
   ):
     shift = step * _DODGE * (i - (len(lines) - 1) / 2)
     for panel, measure in zip(panels, measures, strict=False):
@@ -68,13 +76,13 @@ def by_axis(
     if len(lines) > 1:
       handles += panels[0].plot([], [], label=line[0], **style)
   for panel, measure in zip(panels, measures, strict=False):
-    _label(panel, PANELS[measure][0], name)
+    label_axes(panel, PANELS[measure][0], name)
     panel.set_ylabel(PANELS[measure][1])
     panel.set_xticks(x[order], [_tick(places[j]) for j in order])
     panel.tick_params(labelbottom=True)
   for panel in panels[len(measures) :]:
     panel.remove()
-  return _save(figure, path, handles + _seeds(panels[0], lines))
+  return save_figure(figure, path, handles + _seeds(panels[0], lines))
 
 
 def acceptance_by_kl(
@@ -96,10 +104,10 @@ def acceptance_by_kl(
   Returns:
     The path.
   """
-  figure = _figure(title, height=5.4)
+  figure = new_figure(title, height=5.4)
   panel = figure.subplots()
   handles, most = [], 0.0
-  for (label, line), style in zip(lines.items(), _styles(), strict=False):
+  for (label, line), style in zip(lines.items(), line_styles(), strict=False):
     kl, alpha = (np.ravel(line[name]) for name in ('kl', 'acceptance'))
     style = {**style, 'linestyle': '', 'alpha': 0.8}
     handles += panel.plot(kl, alpha, label=label or 'a draft', **style)
@@ -112,13 +120,13 @@ def acceptance_by_kl(
     strict=True,
   ):
     floor = np.where(floor > 0, floor, np.nan)
-    line = {'color': _GREY, 'linestyle': dashes, 'label': f'floor {label}'}
+    line = {'color': GREY, 'linestyle': dashes, 'label': f'floor {label}'}
     handles += panel.plot(kl, floor, **line)
   panel.set_xlim(0, kl[-1])
   panel.set_ylim(0, 1.02)
-  _label(panel, 'a mark per draft', 'KL(p ‖ q), nats')
+  label_axes(panel, 'a mark per draft', 'KL(p ‖ q), nats')
   panel.set_ylabel('acceptance rate α')
-  return _save(figure, path, handles)
+  return save_figure(figure, path, handles)
 
 
 def _line(panel, x, values, joined, style, beside):
@@ -145,7 +153,7 @@ def _seeds(panel, lines):
   count = max(len(rows) for line in lines.values() for rows in line.values())
   if count < 2:
     return []
-  grey = {'color': _GREY, 'marker': 'o', 'markersize': 6}
+  grey = {'color': GREY, 'marker': 'o', 'markersize': 6}
   label = f'mean of {count} seeds, 95 % interval'
   return panel.plot([], [], label=label, **grey)
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax import axes, findings, plots_ablation, report, runs
-from specjax.findings import Finding, Row
+from specjax import report, runs
+from specjax.ablation import axes, findings, plots
+from specjax.ablation.findings import Finding, Row
 
 
 class Measure(NamedTuple):
@@ -165,7 +166,7 @@ def draw(folder: Path, result: Ablation, temperature: float) -> dict[Path, str]:
     )
 
   path = folder / 'ablation.png'
-  plots_ablation.by_axis(path, name, values[axis], lines(result.found))
+  plots.by_axis(path, name, values[axis], lines(result.found))
   drawn = {path: f'Against {name}: means over seeds, 95 % intervals'}
   # The floors are of laws at temperature 1, as KL is taken.
   warm = [
@@ -175,7 +176,7 @@ def draw(folder: Path, result: Ablation, temperature: float) -> dict[Path, str]:
   ]
   if warm:
     path = folder / 'ablation_floors.png'
-    plots_ablation.acceptance_by_kl(path, lines(warm))
+    plots.acceptance_by_kl(path, lines(warm))
     drawn[path] = 'Acceptance against KL, and the least that KL allows'
   return drawn
 

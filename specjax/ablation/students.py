@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import distill, optimizing, recipes, runs, training
-from specjax.ablation import Student
+from specjax.ablation.planning import Student
+from specjax.ablation.scoring import measure, pick
 from specjax.checkpoint import Checkpoints
-from specjax.scoring import measure, pick
 from specjax.types import Batch, LanguageModel, Trainable
 from specjax.workspace import Workspace
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax import axes, files, metrics
+from specjax import files, metrics
+from specjax.ablation import axes
 
 Row = Mapping[str, Any]  # of a point: its settings, its seed, its measures
 
@@ -89,7 +90,7 @@ def lines(
   places: Sequence[Any],
   measures: Sequence[str],
 ) -> dict[str, dict[str, list[list[float]]]]:
-  """Values along an axis, for `plots_ablation`.
+  """Values along an axis, for `plots`.
 
   Args:
     findings: all of them.
