@@ -153,7 +153,7 @@ def open_run(
   directory = Path(directory)
   path = directory / 'config.json'
   # Through JSON, so that a tuple equals the list that it was written as.
-  config = json.loads(json.dumps(config))
+  config = complete(json.loads(json.dumps(config)))
   if path.exists():
     old = complete(read_json(path))
     refuse_changes(directory, old, config, frozen)

@@ -85,7 +85,7 @@ def test_elements_of_a_tuple_keep_their_type(config, text):
     ('--config.los.kl_weight=1', 'no config.los.kl_weight; .* loss.kl_weight?'),
     ('--config.kl_weight=1', 'no config.kl_weight; did you mean'),
     ('--config.zzz=1', 'there is no config.zzz$'),
-    ('--config.loss=1', 'config.loss is a section: .* config.loss.kl_weight'),
+    ('--config.loss=1', 'config.loss is a section: .*, as config.loss.'),
     ("--config.loss={'kl_wieght': 1}", 'config.loss is a section'),
   ],
 )

@@ -82,7 +82,7 @@ def test_only_fresh_sections_are_replaced(tmp_path):
   new = {'workdir': 'y', 'target': {'width': 1}, 'draft': {'width': 9}}
   runs.open_run(tmp_path, {**new, 'decode': {'k': 4}}, (), fresh=('draft',))
   expected = {**CONFIG, 'draft': {'width': 9}, 'decode': {'k': 4}}
-  expected = json.loads(json.dumps(expected))
+  expected = runs.complete(json.loads(json.dumps(expected)))
   assert runs.read_json(tmp_path / 'config.json') == expected
 
 
