@@ -47,6 +47,7 @@ def law(table, history):
   return kept / kept.sum()
 
 
+@pytest.mark.slow
 def test_evidence_is_what_a_slow_reference_finds():
   results = sample()
   seen = observe(results)
@@ -300,6 +301,7 @@ def test_log_probability_of_sequences_is_compared_within_a_prompt():
   'rule, warp',
   [(verify.sampler_match, WARP), (verify.rejection, warps.Greedy())],
 )
+@pytest.mark.slow
 def test_equal_seeds_give_equal_text(rule, warp):
   (plain,) = sample(NoDrafter(), batches=1, warp=warp)
   (other,) = sample(DRAFTER, rule, batches=1, warp=warp)

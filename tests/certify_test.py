@@ -210,6 +210,7 @@ def test_a_planted_fault_fails(parts):
   assert rejected(evidence(**parts))
 
 
+@pytest.mark.slow
 def test_accept_noise_keyed_by_position_fails_under_block_verification():
   def block(by_position):
     drafter = ModelDrafter(Markov(DRAFT), 3)
@@ -237,6 +238,7 @@ class UntilItFails:
     return verify.block(noise._replace(log_u=log_u), draft, log_p)
 
 
+@pytest.mark.slow
 def test_block_verification_that_stops_at_its_first_failure_fails():
   def block(faulty):
     drafter = ModelDrafter(Markov(DRAFT), 3)
@@ -260,6 +262,7 @@ class Forgetful(TreeDrafter):
     return dataclasses.replace(draft, logits=claimed), memory
 
 
+@pytest.mark.slow
 def test_distinct_siblings_that_are_scored_as_independent_ones_fail():
   def siblings(faulty):
     drafter = Forgetful(Markov(DRAFT), 2, branching=(3,), faulty=faulty)
@@ -305,6 +308,7 @@ def test_a_transformer_passes_and_one_that_commits_what_it_rejected_fails():
   assert check(Uncut)
 
 
+@pytest.mark.slow
 def test_the_false_alarm_rate_is_as_stated_and_a_leak_is_caught_as_stated():
   """500 null runs, and 200 of a leak of δ and of δ / 2; 2 048 tokens each."""
   null, repeats = 500, 200

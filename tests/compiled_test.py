@@ -82,8 +82,12 @@ def copies(text, state):
   } - IN_PLACE
 
 
-@pytest.mark.parametrize('batch', [1, 3])
-@pytest.mark.parametrize('name', ['none', 'model', 'ngram', 'iid', 'distinct'])
+@pytest.mark.parametrize('batch', [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'name',
+  ['none', 'model', 'ngram', pytest.param('iid', marks=pytest.mark.slow)]
+  + [pytest.param('distinct', marks=pytest.mark.slow)],
+)
 def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
   drafter = {
@@ -105,6 +109,7 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
 
 @pytest.mark.parametrize('batch', [1, 3])
 @pytest.mark.parametrize('name', ['fallback', 'confidence'])
+@pytest.mark.slow
 def test_a_ladder_of_draft_lengths_copies_no_cache_either(name, batch):
   draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
   drafter = ModelDrafter(draft, 4)
@@ -130,6 +135,7 @@ class Writing(Transformer):
     return super().commit(cache, rows, kept, chain)
 
 
+@pytest.mark.slow
 def test_a_switch_that_passes_the_cache_on_would_be_seen():
   drafter = ModelDrafter(toys.transformer(**{**SIZES, 'layers': 1}), 4)
   controller = draft_length.find('fallback', 4)
@@ -157,6 +163,7 @@ def logits_made(text):
   )
 
 
+@pytest.mark.slow
 def test_prefill_makes_no_logits():
   target = toys.transformer(**SIZES)
   drafter = ModelDrafter(toys.transformer(**{**SIZES, 'layers': 1}), 4)

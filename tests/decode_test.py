@@ -70,7 +70,7 @@ def generate(
 
 
 # Each length is a program to compile; the everyday suite has these.
-EVERYDAY = (1, 2, 4, 8)
+EVERYDAY = (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,7 @@ def test_greedy_is_plain_greedy(k, batch):
   check(quiet, near, new=[64 - len(p) for p in prompts])  # fills the buffer
 
 
+@pytest.mark.slow
 def test_greedy_without_end_ids_and_with_ties():
   tied = np.round(TABLE)
   plain = [oracles.greedy(tied, prompt, 12) for prompt in PROMPTS]

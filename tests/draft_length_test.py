@@ -326,6 +326,7 @@ LARGE = Markov(3 * jnp.asarray(oracles.table(2, 1, 64, 1.0)))
 CLOSE = Markov(LARGE.logits[...] + jnp.asarray(oracles.table(3, 1, 64, 0.5)))
 
 
+@pytest.mark.slow
 def test_fallback_costs_next_to_nothing_behind_a_bad_draft():
   """Modelled, over 256 tokens and eight seeds.
 
@@ -346,6 +347,7 @@ def test_fallback_costs_next_to_nothing_behind_a_bad_draft():
   assert np.mean(fixed) > 0.3
 
 
+@pytest.mark.slow
 def test_fallback_comes_back_when_the_draft_is_exchanged():
   bad, good = ModelDrafter(UNTRAINED, K), ModelDrafter(CLOSE, K)
   controller = draft_length.Fallback(RUNGS)

@@ -103,6 +103,7 @@ def test_at_changes_only_the_length(name):
   assert propose(drafter.at(0), *arguments).tokens.shape == (3, 0)
 
 
+@pytest.mark.slow
 def test_one_memory_serves_any_schedule_of_lengths():
   """It always describes what was committed, and the text stays the greedy one.
 

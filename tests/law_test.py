@@ -219,8 +219,15 @@ CONTROLLERS = {
 @pytest.mark.parametrize(
   ('name', 'rule'),
   [
-    *((name, verify.rejection) for name in CONTROLLERS),
-    ('confidence', verify.block),
+    ('adaptive', verify.rejection),
+    *(
+      pytest.param(*pair, marks=pytest.mark.slow)
+      for pair in (
+        ('fallback', verify.rejection),
+        ('confidence', verify.rejection),
+        ('confidence', verify.block),
+      )
+    ),
   ],
 )
 def test_a_draft_length_leaves_the_law_alone(name, rule):
@@ -256,6 +263,7 @@ def test_a_draft_length_leaves_the_law_alone(name, rule):
     ),
   ],
 )
+@pytest.mark.slow
 def test_a_draft_length_leaves_the_law_of_any_drafter_alone(
   name, drafter, rule, settings
 ):
@@ -347,6 +355,7 @@ class Block:
     return verify.block(noise._replace(log_u=log_u), draft, log_p)
 
 
+@pytest.mark.slow
 def test_accept_noise_is_fresh_in_every_round():
   drafter = ModelDrafter(Markov(DRAFT), 2)
   assert p_value(Markov(TARGET), drafter, Block(False)) >= 1e-4

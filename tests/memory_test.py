@@ -104,7 +104,10 @@ def require_prefix(m, rows, want):
 models = pytest.mark.parametrize(
   'model',
   [
-    toys.transformer(vocab_size=V, width=8, heads=2, kv_heads=1, hidden=8),
+    pytest.param(
+      toys.transformer(vocab_size=V, width=8, heads=2, kv_heads=1, hidden=8),
+      marks=pytest.mark.slow,
+    ),
     toys.markov(order=2, vocab=V),
   ],
   ids=['transformer', 'markov'],

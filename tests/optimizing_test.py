@@ -95,6 +95,7 @@ def test_micro_batches_take_less_memory():
   assert scratch(model, accumulate=8) < scratch(model) / 3
 
 
+@pytest.mark.slow
 def test_layers_computed_again_give_the_same_gradient_in_less_memory():
   plain, again = (transformer(layers=4, remat=remat) for remat in (False, True))
   sgd, batch = optax.sgd(1.0), windows()

@@ -147,6 +147,7 @@ def test_a_speedup_is_of_whole_calls():
   assert COSTS.speedup(2, rounds=10, new_tokens=30) == pytest.approx(30.5 / 17)
 
 
+@pytest.mark.slow
 def test_the_programs_decode():
   """One round of the meter's own program is one of `decode.step`."""
   target, drafter = pair()
@@ -286,6 +287,7 @@ def test_a_damaged_file_is_one_clear_line(damage, tmp_path, measured):
   assert not measured
 
 
+@pytest.mark.slow
 def test_measuring_takes_turns_and_returns_positive_costs():
   got = pricing.measure(*pair(), ks=[2, 0, 1], repeats=2, **WHERE)
   assert sorted(got.v) == [0, 1, 2] and sorted(got.c) == [1, 2]

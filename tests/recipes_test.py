@@ -31,6 +31,7 @@ def workspace(folder, **changes):
   return run
 
 
+@pytest.mark.slow
 def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
   tmp_path,
 ):

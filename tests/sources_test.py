@@ -121,6 +121,7 @@ def test_corpus_alone_is_what_it_was_without_sources():
     assert_same(mixed(step, None), plain[step])
 
 
+@pytest.mark.slow
 def test_text_written_in_parts_is_what_generate_writes(monkeypatch):
   monkeypatch.setattr(texts, 'ROUNDS', 2)
   key, warp = jax.random.key(8), warps.temperature(T)

@@ -167,6 +167,7 @@ def test_the_best_length_by_each_prediction():
   }
 
 
+@pytest.mark.slow
 def test_a_controller_knows_what_rounds_cost_and_is_charged_for_its_own(greedy):
   row, cost = greedy[0][FREE], race().costs()['model']
   lengths = np.array(row['lengths'])

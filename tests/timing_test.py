@@ -67,7 +67,7 @@ def test_programs_compile_together_and_keep_their_names():
   assert len(turns) == 3
 
 
-@pytest.mark.parametrize('m', [1, 3])
+@pytest.mark.parametrize('m', [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_pass_is_extend_unembed_and_commit_at_one_place(m):
   model = toys.transformer()
   cache = model.init_cache(2, 8)._replace(length=jnp.array([2, 4]))
@@ -87,6 +87,7 @@ def test_a_pass_is_extend_unembed_and_commit_at_one_place(m):
   )
 
 
+@pytest.mark.slow
 def test_a_proposal_is_made_at_one_place_and_leaves_nothing_behind():
   target = toys.transformer()
   drafter = ModelDrafter(toys.transformer(1), 3)

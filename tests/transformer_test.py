@@ -433,8 +433,13 @@ def plain(request):
 
 @pytest.mark.parametrize(
   ('plain', 'k'),
-  [('float32', 1), ('float32', 2), ('float32', 3), ('float32', 4)]
-  + [('bfloat16', 4)],
+  [
+    pytest.param('float32', 1, marks=pytest.mark.slow),
+    ('float32', 2),
+    pytest.param('float32', 3, marks=pytest.mark.slow),
+    ('float32', 4),
+    pytest.param('bfloat16', 4, marks=pytest.mark.slow),
+  ],
   indirect=['plain'],
 )
 def test_greedy_speculation_is_plain_up_to_ties(plain, k):

@@ -32,11 +32,7 @@ RULES = {
   'distinct': ('rejection', 'traversal', 'sampler_match'),
   'committee': ('rejection', 'traversal', 'sampler_match'),
 }
-SOONER = [
-  ('iid', 'k_seq'),
-  ('distinct', 'traversal'),
-  ('committee', 'rejection'),
-]
+SOONER = [('distinct', 'traversal'), ('committee', 'rejection')]
 PAIRS = [
   pytest.param(
     name, rule, marks=[] if (name, rule) in SOONER else [pytest.mark.slow]
@@ -75,12 +71,14 @@ def test_the_law_is_the_target_s(name, rule):
     pytest.param('k_seq', marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow
 def test_the_law_of_a_chain_is_the_target_s(rule):
   rule = jax.tree_util.Partial(verify.RULES[rule])
   target, drafter = Markov(law_test.TARGET), ModelDrafter(MODEL, 3)
   assert law_test.p_value(target, drafter, rule) >= 1e-4
 
 
+@pytest.mark.slow
 def test_siblings_scored_with_the_law_of_the_first_are_caught():
   @jax.tree_util.Partial
   def wrong(noise, draft, log_p):
@@ -103,6 +101,7 @@ def test_siblings_scored_with_the_law_of_the_first_are_caught():
     pytest.param('sampler_match', marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow
 def test_greedy_text_is_the_plain_one(name, rule):
   """Ragged prompts, limits, and an end token wherever it comes."""
   for eos in ((), (2,)):
@@ -130,6 +129,7 @@ def test_greedy_text_is_the_plain_one(name, rule):
 
 
 @pytest.mark.parametrize('name', [*TREES, 'coupled'])
+@pytest.mark.slow
 def test_sampler_match_draws_the_plain_stream(name):
   coupled = {'coupled': CoupledDrafter(NEAR, 4)}
 
@@ -149,6 +149,7 @@ def test_sampler_match_draws_the_plain_stream(name):
   assert (guessed.stats.rounds < 30).all()
 
 
+@pytest.mark.slow
 def test_a_coupled_draft_agrees_more_than_an_uncoupled_one():
   """At least (1 - TV) / (1 + TV) of its first tokens."""
   rng = np.random.default_rng(0)
@@ -187,6 +188,7 @@ def test_coupled_drafts_are_refused_by_other_rules():
 @pytest.mark.parametrize(
   'replacement', [False, pytest.param(True, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_perfect_tree_is_always_right(replacement):
   """Greedy, so that a memory that kept another branch would show."""
   drafter = TreeDrafter(
@@ -205,6 +207,7 @@ def test_a_perfect_tree_is_always_right(replacement):
 
 
 @trees
+@pytest.mark.slow
 def test_more_siblings_accept_more(name):
   """A tree's first depth is kept more often than a chain's."""
 
@@ -251,7 +254,9 @@ def test_memory_holds_what_was_committed(name):
   assert counts == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize('replacement', [False, True])
+@pytest.mark.parametrize(
+  'replacement', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_memory_of_a_transformer_is_that_of_a_fresh_one(replacement):
   """Rows of the kept path were computed behind just that path."""
   model = toys.transformer(vocab_size=V, width=8, heads=2, kv_heads=1, hidden=8)
