@@ -172,23 +172,6 @@ def rounds_interval(
   return float(low), float(high)
 
 
-def acceptance_floor(kl: ArrayLike) -> NDArray[np.float64]:
-  """The least acceptance rate that a divergence leaves possible.
-
-  The larger of 1 - √(KL / 2) (Pinsker) and 1 - √(1 - e^(-KL)) (Bretagnolle and
-  Huber 1979), which takes over above KL ≈ 1.6. Both are convex, so they hold
-  for means over positions too, and for either direction of KL.
-
-  Args:
-    kl: nats.
-
-  Returns:
-    A number in [0, 1] that α does not fall below.
-  """
-  kl = np.asarray(kl, np.float64)
-  return 1 - np.minimum(np.sqrt(kl / 2), np.sqrt(-np.expm1(-kl)))
-
-
 def batch_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
   """A batch's rounds by draft length: those of the row that was live longest.
 

@@ -133,22 +133,3 @@ def test_the_interval_is_that_of_both_samples():
   assert costs.rounds_interval([7] * 9, 3, 2) == (7, 7)
   # The slowest of many lies above nearly all single ones.
   assert costs.rounds_interval(rounds, 16, 1)[0] > rounds.mean()
-
-
-def test_acceptance_floor_values():
-  got = costs.acceptance_floor([0, 0.05, 0.1, 0.2, 0.5, 1, 2, np.inf])
-  want = [1, 0.84, 0.78, 0.68, 0.50, 0.29, 0.07, 0]
-  np.testing.assert_allclose(got, want, atol=0.005)
-
-
-def test_acceptance_never_falls_below_the_floor():
-  rng = np.random.default_rng(0)
-  scale = rng.uniform(0.1, 8, (2000, 1))
-  p, q = (np.exp(scale * rng.normal(size=(2000, 4))) for _ in range(2))
-  p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
-  alpha = np.minimum(p, q).sum(-1)
-  kl = (p * np.log(p / q)).sum(-1)
-  assert np.all(alpha >= costs.acceptance_floor(kl))
-  assert alpha.mean() >= costs.acceptance_floor(kl.mean())
-  # Half the distance is too little: these pairs would catch a wrong constant.
-  assert np.any(alpha < 1 - np.sqrt(kl / 8))
