@@ -52,7 +52,8 @@ def main(config, folder):
     nnx.Rngs(0),
   )
   draft = {**config['draft'], 'k': config['decode']['k']}
-  drafter = drafters.find(draft['drafter']).build(draft, size, nnx.Rngs(1))
+  build = drafters.find(draft['drafter']).build
+  drafter = build(draft, target.config, nnx.Rngs(1))
   tokens = np.random.default_rng(0).integers(
     0, size, (c['batch'], config['corpus']['window'])
   )

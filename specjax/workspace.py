@@ -191,6 +191,20 @@ class Workspace:
     sizes = settings.sizes(self.config['target'])
     return {**sizes, 'vocab_size': self.tokenizer.vocab_size}
 
+  @property
+  def target_sizes(self) -> TransformerConfig:
+    """What a drafter is built for.
+
+    Raises:
+      FileNotFoundError: the target is to be taken from a file, and was not yet.
+    """
+    if not self.config['target'].get('path'):
+      return TransformerConfig(**self.target_config)
+    self._require_target()
+    checkpoints = checkpoint.Checkpoints(self.folder / 'target')
+    sizes = checkpoints.meta(checkpoints.best())['model']
+    return TransformerConfig(**sizes)
+
   def adopt_target(self) -> None:
     """Makes the model at `target.path` the run's target, if it has none yet.
 
@@ -207,7 +221,7 @@ class Workspace:
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it."""
     drafter = _build_drafter(
-      self.draft_config, self.tokenizer.vocab_size, nnx.Rngs(seed)
+      self.draft_config, self.target_sizes, nnx.Rngs(seed)
     )
     if not jax.tree.leaves(drafter):
       raise ValueError(
@@ -228,9 +242,7 @@ class Workspace:
       FileNotFoundError: the run has none yet.
       ValueError: it is not trained to the end.
     """
-    folder = self.folder / 'target'
-    command = f'python train/pretrain.py --workdir {self.folder}'
-    self._require(folder, 'target', command)
+    folder, command = self.folder / 'target', self._require_target()
     done = checkpoint.Checkpoints(folder).latest()
     adopted = self.config['target'].get('path')
     steps = 0 if adopted else self.config['pretrain']['steps']
@@ -260,9 +272,9 @@ class Workspace:
       return dataclasses.replace(self.new_drafter(0), warp=warp)
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
     self._require(folder, 'draft' if name == 'draft' else name, command)
-    size = self.tokenizer.vocab_size
+    sizes = self.target_sizes
     drafter = checkpoint.load_model(
-      folder, lambda c: _build_drafter(c, size, nnx.Rngs(0))
+      folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0))
     )
     return dataclasses.replace(drafter, warp=warp)
 
@@ -396,6 +408,12 @@ class Workspace:
       return tokenizers.BPE.train(texts, wanted['vocab_size'])
     raise ValueError(f"corpus.tokenizer is {kind!r}: use 'bpe' or 'bytes'")
 
+  def _require_target(self) -> str:
+    """Refuses that there is none; returns the command that trains it."""
+    command = f'python train/pretrain.py --workdir {self.folder}'
+    self._require(self.folder / 'target', 'target', command)
+    return command
+
   def _require(self, folder: Path, what: str, command: str):
     """Refuses what is absent or was trained with another tokenizer."""
     checkpoints = checkpoint.Checkpoints(folder)
@@ -421,5 +439,7 @@ def _hash_of_target(folder: Path, path: str) -> str:
   return files.sha256(path)
 
 
-def _build_drafter(config: Mapping[str, Any], vocab_size: int, rngs) -> Drafter:
-  return drafters.find(config['drafter']).build(config, vocab_size, rngs)
+def _build_drafter(
+  config: Mapping[str, Any], target: TransformerConfig, rngs: nnx.Rngs
+) -> Drafter:
+  return drafters.find(config['drafter']).build(config, target, rngs)
