@@ -35,12 +35,14 @@ from specjax import (
   verify,
   warps,
 )
+from specjax.candidates import CandidateTree, full_tree
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
+from specjax.heads import HeadsDrafter
 from specjax.models import llama2c
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch, Drafter, DraftLength, Warp
@@ -54,6 +56,7 @@ PROPOSERS = (
   'coupled',
   'iid',
   'distinct',
+  'candidates',
   'committee',
   'ngram',
   'none',
@@ -290,7 +293,8 @@ class Workspace:
     Args:
       kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
         'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
-        of it; 'committee' has several; 'ngram' and 'none' need none.
+        of it; 'candidates' is a tree of what heads find likeliest;
+        'committee' has several; 'ngram' and 'none' need none.
       draft: its folder in the run, or several with commas, for a committee.
       warp: what it samples with.
       branching: children of a node of a tree, by depth.
@@ -314,6 +318,11 @@ class Workspace:
     members = [self.drafter(name, warp).at(k) for name in names]
     if kind == 'model':
       return members[0]
+    if kind == 'candidates':
+      if not isinstance(members[0], HeadsDrafter):
+        raise ValueError(f'{kind} is made for heads, which {draft} has not')
+      paths = full_tree(branching, k)
+      return CandidateTree(members[0].heads, k, warp, paths=paths)
     if not all(isinstance(member, ModelDrafter) for member in members):
       raise ValueError(f'{kind} is made for draft models, which {draft} is not')
     if kind == 'committee':
@@ -344,7 +353,7 @@ class Workspace:
     name = c.get('draft_length', 'fixed')
     if name == 'fixed' or kind == 'none':
       return draft_length.FIXED
-    if kind in ('iid', 'distinct', 'committee'):
+    if kind in ('iid', 'distinct', 'candidates', 'committee'):
       raise ValueError(
         f'{kind} drafts trees, whose length is fixed: leave --draft_length, or'
         ' decode.draft_length, at fixed'
