@@ -5,7 +5,8 @@ p is the target and q the draft, both after the warp that is used to decode.
 acceptance rate α (exact)
   The mean over positions of Σ_x min(p(x), q(x)) = 1 - TV(p, q): how often a
   token drawn from q passes. The positions are those of text that the target
-  wrote at the decode warp, because that is where decoding takes the draft.
+  wrote at the decode warp, because that is where decoding takes the draft. Of
+  a drafter with several horizons it is that of the first token of a draft.
 measured acceptance rate
   accepted / drafted over whole runs: drafted tokens that were emitted over all
   valid ones that an end token or a limit did not cut off. Those behind a
