@@ -25,8 +25,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config = STDLIB['get_config'](variant)
   count = 2 if variant == 'tiny' else 4
 
-  config.draft = draft = config_dict.ConfigDict()
-  draft.drafter = 'medusa'  # or 'blockwise'
+  draft = config.draft
+  draft.drafter = 'medusa'  # or 'blockwise'; neither looks at draft.model
   draft.medusa = config_dict.ConfigDict()
   draft.medusa.heads = count  # the longest draft
   draft.medusa.layers = 1  # residual blocks of a head
@@ -40,5 +40,4 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   speedup = config.speedup
   speedup.ks = tuple(range(1, count + 1))
   speedup.controlled_k = count
-  del config.draft_sizes  # of models
   return config

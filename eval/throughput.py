@@ -42,6 +42,9 @@ def main(config, folder):
   """Times both, and prints what they come to."""
   config = config.to_dict()
   settings.check(config)
+  settings.require_language_model(
+    config['draft'], 'and what is timed here is the training of models'
+  )
   if REPEATS.value < 1 or STEPS.value < 1:
     raise ValueError(
       f'--repeats is {REPEATS.value} and --steps {STEPS.value}: give at least 1'

@@ -148,16 +148,23 @@ def _check_data(config: Mapping[str, Any]) -> None:
       f' corpus.window, which is {window}'
     )
   if wanted['draft']:
-    _require_language_model(config['draft'])
-
-
-def _require_language_model(draft: Mapping[str, Any]) -> None:
-  """Refuses text by a drafter that has no law without the target."""
-  if not isinstance(_build(draft, 1), ModelDrafter):
-    raise ValueError(
-      f'draft.drafter is {draft["drafter"]!r}, which writes no text alone:'
-      ' data.draft must be 0'
+    require_language_model(
+      config['draft'], 'which writes no text alone: data.draft must be 0'
     )
+
+
+def require_language_model(draft: Mapping[str, Any], why: str) -> None:
+  """Refuses a drafter that has no law without the target.
+
+  Args:
+    draft: the section of a page.
+    why: what follows "draft.drafter is ...," in the message.
+
+  Raises:
+    ValueError: it is no draft model.
+  """
+  if not isinstance(_build(draft, 1), ModelDrafter):
+    raise ValueError(f'draft.drafter is {draft["drafter"]!r}, {why}')
 
 
 def _build(draft: Mapping[str, Any], k: int) -> Drafter:

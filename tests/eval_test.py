@@ -233,6 +233,8 @@ def test_heads_are_measured_like_any_draft(tmp_path):
   assert len(texts) == 1
   code, _, error = finish(start('eval/generate.py', '--k=3', *flags))
   assert code == 2 and 'k is 3, and the draft has 2 heads' in error
+  code, _, error = finish(start('eval/draft_size.py', flags[0]))
+  assert code == 2 and "draft.drafter is 'medusa', and draft_sizes" in error
 
 
 def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):
