@@ -39,6 +39,9 @@ def main(config, folder):
       ' as --config configs/stdlib.py'
     )
   settings.check(config)
+  settings.require_language_model(
+    config['draft'], 'and draft_sizes are those of models: take another'
+  )
   for name, own in configs(config).items():
     recipes.refuse_other_draft(folder / name, own)
   run = Workspace.create(folder, config)

@@ -42,6 +42,9 @@ def main(config, folder):
   """Times both, and prints what they come to."""
   config = config.to_dict()
   settings.check(config)
+  settings.require_language_model(
+    config['draft'], 'and what is timed here is the training of models'
+  )
   if REPEATS.value < 1 or STEPS.value < 1:
     raise ValueError(
       f'--repeats is {REPEATS.value} and --steps {STEPS.value}: give at least 1'
@@ -52,7 +55,8 @@ def main(config, folder):
     nnx.Rngs(0),
   )
   draft = {**config['draft'], 'k': config['decode']['k']}
-  drafter = drafters.find(draft['drafter']).build(draft, size, nnx.Rngs(1))
+  build = drafters.find(draft['drafter']).build
+  drafter = build(draft, target.config, nnx.Rngs(1))
   tokens = np.random.default_rng(0).integers(
     0, size, (c['batch'], config['corpus']['window'])
   )

@@ -3,6 +3,7 @@
 This list is the public interface.
 """
 
+from specjax.candidates import CandidateTree
 from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
 from specjax.draft_length import FIXED, Adaptive, Confidence, Fallback, ladder
 from specjax.drafters.committee import Committee
@@ -12,6 +13,7 @@ from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
 from specjax.generation import Result, generate
+from specjax.heads import HeadsDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import (
@@ -46,12 +48,14 @@ __version__ = '0.1.0'
 __all__ = [
   'Batch',
   'Block',
+  'CandidateTree',
   'Committee',
   'CoupledDrafter',
   'DecodeState',
   'Draft',
   'Drafter',
   'Greedy',
+  'HeadsDrafter',
   'Keys',
   'LanguageModel',
   'Markov',

@@ -130,7 +130,8 @@ def measure(
   """What `metrics` defines, on a batch of text that the target wrote.
 
   Args:
-    drafter: the draft; its first horizon is measured.
+    drafter: the draft. Where it has several horizons the h-th of them drafts
+      token h, so that survival is of them all; the rest is of the first.
     target: the target.
     warp: the decode warp, applied to both.
     k: draft length of the block efficiency.
@@ -141,9 +142,18 @@ def measure(
     `means`. Of the laws after the warp: `acceptance`, its floors, the same
     `by_entropy` of the target (`[5]` bins) and the `survival` of a draft to
     each depth (`[K]`). Of those before it: both KL and the nats of both.
+
+  Raises:
+    ValueError: the drafter has several horizons, and fewer than k.
   """
   output = target.forward(batch.tokens, batch.segments)
-  own = drafter.score(target, batch, output)[:, :, 0]
+  scored = drafter.score(target, batch, output)
+  horizons = scored.shape[2]
+  if 1 < horizons < k:
+    raise ValueError(
+      f'the draft length is {k}, and the drafter has {horizons} horizons, one'
+      ' for each token: it cannot be longer'
+    )
   labels, weight = _ahead(batch, 0)
 
   def position(own, theirs, labels):
@@ -164,10 +174,18 @@ def measure(
       'log_q': _pick(log_q, labels),
     }
 
-  values = _by_chunks(position, own, output.features, labels)
-  survival, starts = metrics.survival(
-    values.pop('log_p'), values.pop('log_q'), weight > 0, k
-  )
+  def likelihood(own, labels):
+    return _pick(jax.nn.log_softmax(warp(drafter.unembed(target, own))), labels)
+
+  values = _by_chunks(position, scored[:, :, 0], output.features, labels)
+  log_q = values.pop('log_q')
+  if horizons > 1:
+    further = [
+      _by_chunks(likelihood, scored[:, :, h], _ahead(batch, h)[0])
+      for h in range(1, k)
+    ]
+    log_q = jnp.stack([log_q, *further])
+  survival, starts = metrics.survival(values.pop('log_p'), log_q, weight > 0, k)
   bins = metrics.entropy_bins(values.pop('entropy'))  # [5, B, T]
   summed = jax.vmap(losses.weighted_sum, in_axes=(None, 0))
   return {
@@ -175,6 +193,38 @@ def measure(
     'survival': jax.vmap(losses.weighted_sum, (0, None))(survival, starts),
     **{name: losses.weighted_sum(x, weight) for name, x in values.items()},
   }
+
+
+def rank_accuracy(
+  drafter: Trainable, target: LanguageModel, ranks: int, batch: Batch
+) -> tuple[Array, Array]:
+  """How often the next tokens are the likeliest of each horizon, by rank.
+
+  Args:
+    drafter: the draft.
+    target: the target.
+    ranks: R, how many of the likeliest are looked at.
+    batch: windows whose weight marks what the target wrote.
+
+  Returns:
+    Weighted sums and their weights, `[H, R]` each, to be added over batches and
+    divided: what `candidates.sparse_tree` wants to know.
+  """
+  output = target.forward(batch.tokens, batch.segments)
+  scored = drafter.score(target, batch, output)
+
+  def hits(own, labels):
+    logits = drafter.unembed(target, own)
+    above = logits > _pick(logits, labels)[..., None]
+    return above.sum(-1)[..., None] == jnp.arange(ranks)
+
+  found = []
+  for h in range(scored.shape[2]):
+    labels, weight = _ahead(batch, h)
+    hit = _by_chunks(hits, scored[:, :, h], labels)
+    found.append(jax.vmap(losses.weighted_sum, (2, None))(hit, weight))
+  sums, weights = map(jnp.stack, zip(*found, strict=True))
+  return sums, weights
 
 
 def means(

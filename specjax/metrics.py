@@ -5,7 +5,8 @@ p is the target and q the draft, both after the warp that is used to decode.
 acceptance rate α (exact)
   The mean over positions of Σ_x min(p(x), q(x)) = 1 - TV(p, q): how often a
   token drawn from q passes. The positions are those of text that the target
-  wrote at the decode warp, because that is where decoding takes the draft.
+  wrote at the decode warp, because that is where decoding takes the draft. Of
+  a drafter with several horizons it is that of the first token of a draft.
 measured acceptance rate
   accepted / drafted over whole runs: drafted tokens that were emitted over all
   valid ones that an end token or a limit did not cut off. Those behind a
@@ -185,7 +186,9 @@ def survival(
 
   Args:
     log_p_y: `[B, T]` log-probability of token t under the target that wrote it.
-    log_q_y: `[B, T]` the same under the draft; -inf is allowed.
+    log_q_y: `[B, T]` the same under the draft; -inf is allowed. Or, for a draft
+      whose laws depend on where it starts, `[K, B, T]`: under its law h, that
+      of token t + h of a draft that starts before token t.
     valid: `[B, T]` bool, tokens that the target wrote. Neighbours that do not
       belong together need an invalid token between them, as the first token
       of a document's piece is in `Batch.weight`.
@@ -200,13 +203,18 @@ def survival(
     raise ValueError(
       f'draft length {k} needs to be in [1, T]; T is {log_p_y.shape[1]}'
     )
-  log_ratio = log_q_y.astype(jnp.float32) - log_p_y.astype(jnp.float32)
+
+  def ahead(x):
+    return jnp.stack([x[:, j : j + starts] for j in range(k)])
+
+  one_law = log_q_y.ndim == 2
+  log_q = ahead(log_q_y) if one_law else log_q_y[:k, :, :starts]
+  log_ratio = log_q.astype(jnp.float32) - ahead(log_p_y).astype(jnp.float32)
   # p = q = 0: a greedy choice that rounding turned; it would not pass.
   log_ratio = jnp.where(jnp.isnan(log_ratio), -jnp.inf, log_ratio)
-  log_pass = jnp.where(valid, jnp.minimum(log_ratio, 0), -jnp.inf)
-  inside = jnp.stack([valid[:, j : j + starts] for j in range(k)]).all(0)
-  reached = losses.survival(log_pass, k)[:, :, :starts]
-  return reached, inside.astype(jnp.float32)
+  log_pass = jnp.where(ahead(valid), jnp.minimum(log_ratio, 0), -jnp.inf)
+  inside = ahead(valid).all(0)
+  return jnp.exp(jnp.cumsum(log_pass, 0)), inside.astype(jnp.float32)
 
 
 def block_efficiency(

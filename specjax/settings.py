@@ -26,6 +26,7 @@ from specjax import (
 )
 from specjax.drafters.model import ModelDrafter
 from specjax.models.transformer import TransformerConfig
+from specjax.types import Drafter
 
 # The least value of what counts something, by the last part of its name.
 _LEAST = {
@@ -105,7 +106,7 @@ def check(config: Mapping[str, Any]) -> None:
   if config.get('corpus', {}).get('name') == corpora.NONE:
     _check_without_text(config)
   if 'draft' in config:
-    drafters.find(config['draft']['drafter'])
+    _build(config['draft'], config.get('decode', {}).get('k', 1))
   if 'data' in config:
     _check_data(config)
   if 'loss' in config and config['loss']['lookahead']:
@@ -147,18 +148,30 @@ def _check_data(config: Mapping[str, Any]) -> None:
       f' corpus.window, which is {window}'
     )
   if wanted['draft']:
-    _require_language_model(config['draft'])
-
-
-def _require_language_model(draft: Mapping[str, Any]) -> None:
-  """Refuses text by a drafter that has no law without the target."""
-  build = drafters.find(draft['drafter']).build
-  drafter = jax.eval_shape(lambda: build({**draft, 'k': 1}, 2, nnx.Rngs(0)))
-  if not isinstance(drafter, ModelDrafter):
-    raise ValueError(
-      f'draft.drafter is {draft["drafter"]!r}, which writes no text alone:'
-      ' data.draft must be 0'
+    require_language_model(
+      config['draft'], 'which writes no text alone: data.draft must be 0'
     )
+
+
+def require_language_model(draft: Mapping[str, Any], why: str) -> None:
+  """Refuses a drafter that has no law without the target.
+
+  Args:
+    draft: the section of a page.
+    why: what follows "draft.drafter is ...," in the message.
+
+  Raises:
+    ValueError: it is no draft model.
+  """
+  if not isinstance(_build(draft, 1), ModelDrafter):
+    raise ValueError(f'draft.drafter is {draft["drafter"]!r}, {why}')
+
+
+def _build(draft: Mapping[str, Any], k: int) -> Drafter:
+  """The shapes of a drafter for a tiny target; refuses what makes none."""
+  build = drafters.find(draft['drafter']).build
+  target = TransformerConfig(2, 2, 1, 1, 1, 1)
+  return jax.eval_shape(lambda: build({**draft, 'k': k}, target, nnx.Rngs(0)))
 
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:

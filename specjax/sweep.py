@@ -187,8 +187,11 @@ class Race:
   def outlook(self, temperature: float) -> Outlook:
     """What the other prompts say.
 
-    The longest draft tells the rounds of every shorter one. Prompt lookup
-    drafts as many tokens as it finds, so its own rounds are counted.
+    The longest draft tells the rounds of every shorter one, as far as a token
+    passes wherever it stands in a draft: heads pass less the further ahead they
+    look, so that shorter drafts of theirs take fewer rounds than this says.
+    Prompt lookup drafts as many tokens as it finds, so its own rounds are
+    counted.
     """
     longest, lookup = (
       [

@@ -36,12 +36,14 @@ from specjax import (
   verify,
   warps,
 )
+from specjax.candidates import CandidateTree, full_tree
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.drafters.tree import TreeDrafter
+from specjax.heads import HeadsDrafter
 from specjax.models import llama2c
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch, Drafter, DraftLength, Warp
@@ -55,6 +57,7 @@ PROPOSERS = (
   'coupled',
   'iid',
   'distinct',
+  'candidates',
   'committee',
   'ngram',
   'none',
@@ -193,6 +196,20 @@ class Workspace:
     sizes = settings.sizes(self.config['target'])
     return {**sizes, 'vocab_size': self.tokenizer.vocab_size}
 
+  @property
+  def target_sizes(self) -> TransformerConfig:
+    """What a drafter is built for.
+
+    Raises:
+      FileNotFoundError: the target is to be taken from a file, and was not yet.
+    """
+    if not self.config['target'].get('path'):
+      return TransformerConfig(**self.target_config)
+    self._require_target()
+    checkpoints = checkpoint.Checkpoints(self.folder / 'target')
+    sizes = checkpoints.meta(checkpoints.best())['model']
+    return TransformerConfig(**sizes)
+
   def adopt_target(self) -> None:
     """Makes the model at `target.path` the run's target, if it has none yet.
 
@@ -209,7 +226,7 @@ class Workspace:
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it."""
     drafter = _build_drafter(
-      self.draft_config, self.tokenizer.vocab_size, nnx.Rngs(seed)
+      self.draft_config, self.target_sizes, nnx.Rngs(seed)
     )
     if not jax.tree.leaves(drafter):
       raise ValueError(
@@ -230,9 +247,7 @@ class Workspace:
       FileNotFoundError: the run has none yet.
       ValueError: it is not trained to the end.
     """
-    folder = self.folder / 'target'
-    command = f'python train/pretrain.py --workdir {self.folder}'
-    self._require(folder, 'target', command)
+    folder, command = self.folder / 'target', self._require_target()
     done = checkpoint.Checkpoints(folder).latest()
     adopted = self.config['target']['path']
     steps = 0 if adopted else self.config['pretrain']['steps']
@@ -262,9 +277,9 @@ class Workspace:
       return dataclasses.replace(self.new_drafter(0), warp=warp)
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
     self._require(folder, 'draft' if name == 'draft' else name, command)
-    size = self.tokenizer.vocab_size
+    sizes = self.target_sizes
     drafter = checkpoint.load_model(
-      folder, lambda c: _build_drafter(c, size, nnx.Rngs(0))
+      folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0))
     )
     return dataclasses.replace(drafter, warp=warp)
 
@@ -280,7 +295,8 @@ class Workspace:
     Args:
       kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
         'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
-        of it; 'committee' has several; 'ngram' and 'none' need none.
+        of it; 'candidates' is a tree of what heads find likeliest;
+        'committee' has several; 'ngram' and 'none' need none.
       draft: its folder in the run, or several with commas, for a committee.
       warp: what it samples with.
       branching: children of a node of a tree, by depth.
@@ -304,6 +320,11 @@ class Workspace:
     members = [self.drafter(name, warp).at(k) for name in names]
     if kind == 'model':
       return members[0]
+    if kind == 'candidates':
+      if not isinstance(members[0], HeadsDrafter):
+        raise ValueError(f'{kind} is made for heads, which {draft} has not')
+      paths = full_tree(branching, k)
+      return CandidateTree(members[0].heads, k, warp, paths=paths)
     if not all(isinstance(member, ModelDrafter) for member in members):
       raise ValueError(f'{kind} is made for draft models, which {draft} is not')
     if kind == 'committee':
@@ -334,7 +355,7 @@ class Workspace:
     name = c['draft_length']
     if name == 'fixed' or kind == 'none':
       return draft_length.FIXED
-    if kind in ('iid', 'distinct', 'committee'):
+    if kind in ('iid', 'distinct', 'candidates', 'committee'):
       raise ValueError(
         f'{kind} drafts trees, whose length is fixed: leave --draft_length, or'
         ' decode.draft_length, at fixed'
@@ -398,6 +419,12 @@ class Workspace:
       return tokenizers.BPE.train(texts, wanted['vocab_size'])
     raise ValueError(f"corpus.tokenizer is {kind!r}: use 'bpe' or 'bytes'")
 
+  def _require_target(self) -> str:
+    """Refuses that there is none; returns the command that trains it."""
+    command = f'python train/pretrain.py --workdir {self.folder}'
+    self._require(self.folder / 'target', 'target', command)
+    return command
+
   def _require(self, folder: Path, what: str, command: str):
     """Refuses what is absent or was trained with another tokenizer."""
     checkpoints = checkpoint.Checkpoints(folder)
@@ -423,5 +450,7 @@ def _hash_of_target(folder: Path, path: str) -> str:
   return files.sha256(path)
 
 
-def _build_drafter(config: Mapping[str, Any], vocab_size: int, rngs) -> Drafter:
-  return drafters.find(config['drafter']).build(config, vocab_size, rngs)
+def _build_drafter(
+  config: Mapping[str, Any], target: TransformerConfig, rngs: nnx.Rngs
+) -> Drafter:
+  return drafters.find(config['drafter']).build(config, target, rngs)

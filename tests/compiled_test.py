@@ -10,6 +10,7 @@ import toys
 
 from specjax import cache as caches
 from specjax import decode, draft_length, generation, verify, warps
+from specjax.candidates import CandidateTree
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -85,17 +86,27 @@ def copies(text, state):
 @pytest.mark.parametrize('batch', [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   'name',
-  ['none', 'model', 'ngram', pytest.param('iid', marks=pytest.mark.slow)]
-  + [pytest.param('distinct', marks=pytest.mark.slow)],
+  [
+    'none',
+    'model',
+    'ngram',
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ('iid', 'distinct', 'candidates', 'heads')
+    ),
+  ],
 )
 def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
+  heads = toys.heads(SIZES['width'], 4)
   drafter = {
     'none': NoDrafter(),
     'model': ModelDrafter(draft, 4),
     'ngram': NGram(4),
     'iid': TreeDrafter(draft, 2, branching=(2, 2), replacement=True),
     'distinct': TreeDrafter(draft, 2, branching=(2, 2)),
+    'heads': heads,
+    'candidates': CandidateTree(heads.heads, 2, paths=((0,), (1,), (0, 1))),
   }[name]
   text, state = advance_program(toys.transformer(**SIZES), drafter, batch)
   assert ' while(' in text and 'dynamic-update-slice' in text
@@ -103,16 +114,21 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   assert not copies(text, state)
   names = {name for _, name in instructions(text)}
   assert 'sort' not in names
-  # Distinct siblings are the first few, which takes no sort either.
-  assert ('topk' in text.lower()) == (name == 'distinct')
+  # The first few of all tokens take no sort either.
+  assert ('topk' in text.lower()) == (name in ('distinct', 'candidates'))
 
 
 @pytest.mark.parametrize('batch', [1, 3])
-@pytest.mark.parametrize('name', ['fallback', 'confidence'])
+@pytest.mark.parametrize(
+  ('name', 'kind'),
+  [('fallback', 'model'), ('confidence', 'model'), ('fallback', 'heads')],
+)
 @pytest.mark.slow
-def test_a_ladder_of_draft_lengths_copies_no_cache_either(name, batch):
-  draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
-  drafter = ModelDrafter(draft, 4)
+def test_a_ladder_of_draft_lengths_copies_no_cache_either(name, kind, batch):
+  drafter = toys.heads(SIZES['width'], 4)
+  if kind == 'model':
+    draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
+    drafter = ModelDrafter(draft, 4)
   controller = draft_length.find(name, 4)
   target = toys.transformer(**SIZES)
   text, state = advance_program(target, drafter, batch, controller)

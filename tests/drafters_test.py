@@ -26,6 +26,7 @@ DRAFTERS = {
   'ngram': NGram(8),
   'model': ModelDrafter(NEAR, 8),
   'coupled': CoupledDrafter(NEAR, 8),
+  'heads': toys.heads(V, 8),
 }
 
 every = pytest.mark.parametrize('name', DRAFTERS)

@@ -17,8 +17,11 @@ pytestmark = pytest.mark.slow  # a process each, and most of a second to start
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   """A tiny run whose models were never trained."""
-  folder = tmp_path_factory.mktemp('runs') / 'tiny'
-  config = experiment.load(ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
+  return untrained(tmp_path_factory.mktemp('runs') / 'tiny', 'stdlib')
+
+
+def untrained(folder, page):
+  config = experiment.load(ROOT / 'configs' / f'{page}.py:tiny').to_dict()
   config['speedup'] |= {'ks': (1, 2), 'batches': (1,)}
   runs.open_run(folder, config, (), set(config))
   config = runs.read_json(folder / 'config.json')
@@ -208,6 +211,30 @@ def test_generate_is_plain_text_when_piped_whatever_drafts(run):
   for _, _, error in outputs:
     assert 'tokens per round' in error and 'tokens/s' in error
   assert 'no drafts, 1.00 tokens per round' in outputs[2][2]
+
+
+def test_heads_are_measured_like_any_draft(tmp_path):
+  run = untrained(tmp_path / 'run', 'heads')
+  code, out, error = finish(start('eval/speedup.py', f'--workdir={run}'))
+  assert code == 0, error
+  report = json.loads((run / 'speedup.json').read_text())
+  assert report['drafter'] == 'medusa' and report['k'] in (1, 2)
+  code, _, error, report = certify(run, '--sequences=0')
+  assert code == 0, error
+  assert report['verdict'] == 'PASS' and 0 < report['tv_of_draft'] < 1
+  flags = [f'--workdir={run}', '--temperature=0', '--tokens=8']
+  texts = set()
+  for drafter in ('model', 'candidates', 'none'):
+    code, text, error = finish(
+      start('eval/generate.py', f'--drafter={drafter}', *flags)
+    )
+    assert code == 0, error
+    texts.add(text)
+  assert len(texts) == 1
+  code, _, error = finish(start('eval/generate.py', '--k=3', *flags))
+  assert code == 2 and 'k is 3, and the draft has 2 heads' in error
+  code, _, error = finish(start('eval/draft_size.py', flags[0]))
+  assert code == 2 and "draft.drafter is 'medusa', and draft_sizes" in error
 
 
 def test_an_empty_prompt_starts_a_document_and_a_closed_pipe_is_quiet(run):

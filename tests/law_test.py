@@ -261,6 +261,13 @@ def test_a_draft_length_leaves_the_law_alone(name, rule):
       verify.rejection,
       {'eos': (1,), 'warp': narrowed(0.7, 1.0)},
     ),
+    pytest.param(
+      'confidence',
+      toys.heads(3, 3),
+      verify.block,
+      {},
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 @pytest.mark.slow

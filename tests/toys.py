@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.drafters.model import ModelDrafter
+from specjax.heads import HeadsDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Draft, pytree
@@ -43,6 +44,28 @@ def markov(seed=0, order=1, vocab=5, scale=1.0):
   """A random table."""
   rng = np.random.default_rng(seed)
   return Markov(scale * rng.normal(size=(vocab,) * (order + 1)))
+
+
+@pytree
+class LinearHead:
+  """The simplest head: x W."""
+
+  weight: jax.Array
+
+  @property
+  def width(self):
+    return self.weight.shape[-1]
+
+  def __call__(self, features):
+    return features @ self.weight
+
+
+def heads(width, k, seed=0, scale=1.0):
+  """A drafter of `k` random heads."""
+  rng = np.random.default_rng(seed)
+  weights = rng.normal(0, scale / np.sqrt(width), (k, width, width))
+  weights = jnp.asarray(weights, jnp.float32)
+  return HeadsDrafter(tuple(map(LinearHead, weights)), k)
 
 
 @pytree

@@ -9,6 +9,7 @@ import pytest
 import toys
 
 from specjax import decode, generation, verify, warps
+from specjax.candidates import CandidateTree
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
 from specjax.drafters.model import ModelDrafter
@@ -25,14 +26,22 @@ DRAFTERS = {
   'paths': TreeDrafter(MODEL, 3, branching=(3,), replacement=True),
   'distinct': TreeDrafter(MODEL, 2, branching=(2, 2)),
   'committee': Committee((ModelDrafter(MODEL, 2), ModelDrafter(OTHER, 2))),
+  'candidates': CandidateTree(
+    toys.heads(3, 3).heads, 3, paths=((0,), (2,), (0, 1), (2, 0), (0, 1, 0))
+  ),
 }
 RULES = {
   'iid': ('rejection', 'traversal', 'k_seq', 'sampler_match'),
   'paths': ('k_seq',),
   'distinct': ('rejection', 'traversal', 'sampler_match'),
   'committee': ('rejection', 'traversal', 'sampler_match'),
+  'candidates': ('rejection', 'traversal', 'sampler_match'),
 }
-SOONER = [('distinct', 'traversal'), ('committee', 'rejection')]
+SOONER = [
+  ('distinct', 'traversal'),
+  ('committee', 'rejection'),
+  ('candidates', 'traversal'),
+]
 PAIRS = [
   pytest.param(
     name, rule, marks=[] if (name, rule) in SOONER else [pytest.mark.slow]

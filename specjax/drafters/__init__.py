@@ -1,7 +1,8 @@
 """Drafters: one file each, found by name.
 
-A drafter's module has `build(config, vocab_size, rngs)`, which makes one from
-the plain values of a configuration's `draft` section.
+A drafter's module has `build(config, target, rngs)`, which makes one from the
+plain values of a configuration's `draft` section, its length `k` among them,
+and from the sizes of the target, a `TransformerConfig`.
 """
 
 from __future__ import annotations

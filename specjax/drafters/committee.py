@@ -88,7 +88,7 @@ class Committee:
     return Committee(tuple(member.at(k) for member in self.members))
 
 
-def build(config, vocab_size, rngs) -> Committee:
+def build(config, target, rngs) -> Committee:
   """There is none to train.
 
   Raises:

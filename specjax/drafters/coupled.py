@@ -27,7 +27,7 @@ class CoupledDrafter(model.ModelDrafter):
     return jax.vmap(draws.gumbel)(fold(keys.target, position), logits)
 
 
-def build(config, vocab_size, rngs) -> CoupledDrafter:
+def build(config, target, rngs) -> CoupledDrafter:
   """Reads what `model` reads."""
-  plain = model.build(config, vocab_size, rngs)
+  plain = model.build(config, target, rngs)
   return CoupledDrafter(plain.model, plain.k)

@@ -195,7 +195,7 @@ class ModelDrafter:
     return output, self.model.commit(own, rows, index < end[:, None])
 
 
-def build(config, vocab_size, rngs) -> ModelDrafter:
+def build(config, target, rngs) -> ModelDrafter:
   """Reads `k` and, under `model`, the sizes of a transformer."""
-  sizes = TransformerConfig(vocab_size=vocab_size, **config['model'])
+  sizes = TransformerConfig(vocab_size=target.vocab_size, **config['model'])
   return ModelDrafter(Transformer(sizes, rngs), config['k'])

@@ -69,6 +69,6 @@ class NGram:
     return jnp.where(valid, tokens[follow], 0), valid
 
 
-def build(config, vocab_size, rngs) -> NGram:
+def build(config, target, rngs) -> NGram:
   """Reads `k`."""
   return NGram(config['k'])

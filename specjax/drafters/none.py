@@ -29,6 +29,6 @@ class NoDrafter:
     return self
 
 
-def build(config, vocab_size, rngs) -> NoDrafter:
+def build(config, target, rngs) -> NoDrafter:
   """Needs no configuration."""
   return NoDrafter()

@@ -186,9 +186,9 @@ class TreeDrafter(model.ModelDrafter):
     return (~above | valid[:, None]).all(-1)
 
 
-def build(config, vocab_size, rngs) -> TreeDrafter:
+def build(config, target, rngs) -> TreeDrafter:
   """Reads what `model` reads, `branching` and `replacement`."""
-  plain = model.build(config, vocab_size, rngs)
+  plain = model.build(config, target, rngs)
   return TreeDrafter(
     plain.model,
     plain.k,

@@ -1,0 +1,60 @@
+"""Blockwise parallel decoding: feed-forward heads on the target's features.
+
+The target is frozen, and the pass that verifies a block brings the features
+that the next one is drafted from. At temperature 0 a draft is each head's
+likeliest token, kept as far as it is the target's; at others `rejection` or
+`block` keep the target's law. The paper's relaxed acceptances are the lossy
+rules `top_k` and `distance`. (Stern et al. 2018, arXiv 1811.03115.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from specjax.heads import HeadsDrafter
+from specjax.types import Array, pytree
+
+
+@pytree
+class FeedForwardHead:
+  """x + ReLU(x U) W.
+
+  Attributes:
+    inner: U, `[D, hidden]`.
+    outer: W, `[hidden, D]`. Zeros change nothing: the head then says of its
+      token what the target said of the pending one.
+  """
+
+  inner: Array
+  outer: Array
+
+  @property
+  def width(self) -> int:
+    """D."""
+    return self.outer.shape[-1]
+
+  def __call__(self, features: Array) -> Array:
+    """`[..., D]` to `[..., D]`."""
+    return features + jax.nn.relu(features @ self.inner) @ self.outer
+
+
+def build(config, target, rngs) -> HeadsDrafter:
+  """Reads `k` and, under `blockwise`, what the heads are like.
+
+  There are `heads` of them (k unless it is given), with `hidden` units each (as
+  many as the target's layers have).
+  """
+  c = config.get('blockwise', {})
+  width, hidden = target.width, c.get('hidden', target.hidden)
+  heads = tuple(
+    FeedForwardHead(
+      # The features are normalised, and so is what comes of this.
+      jax.random.normal(rngs.params(), (width, hidden)) / math.sqrt(width),
+      jnp.zeros((hidden, width)),
+    )
+    for _ in range(c.get('heads', config['k']))
+  )
+  return HeadsDrafter(heads, config['k'])
