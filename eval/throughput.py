@@ -52,6 +52,7 @@ def main(config, folder):
     nnx.Rngs(0),
   )
   draft = {**config['draft'], 'k': config['decode']['k']}
+  draft['target'] = settings.sizes(config['target'])
   drafter = drafters.find(draft['drafter']).build(draft, size, nnx.Rngs(1))
   tokens = np.random.default_rng(0).integers(
     0, size, (c['batch'], config['corpus']['window'])

@@ -153,7 +153,9 @@ def _check_data(config: Mapping[str, Any]) -> None:
 def _require_language_model(draft: Mapping[str, Any]) -> None:
   """Refuses text by a drafter that has no law without the target."""
   build = drafters.find(draft['drafter']).build
-  drafter = jax.eval_shape(lambda: build({**draft, 'k': 1}, 2, nnx.Rngs(0)))
+  # Sizes of no target in particular: only what is built is looked at.
+  draft = {**draft, 'k': 1, 'target': {'width': 1, 'layers': 1}}
+  drafter = jax.eval_shape(lambda: build(draft, 2, nnx.Rngs(0)))
   if not isinstance(drafter, ModelDrafter):
     raise ValueError(
       f'draft.drafter is {draft["drafter"]!r}, which writes no text alone:'

@@ -218,8 +218,13 @@ class Workspace:
 
   @property
   def draft_config(self) -> dict[str, Any]:
-    """All that is needed to build the drafter again."""
-    return {**self.config['draft'], 'k': self.config['decode']['k']}
+    """All that is needed to build the drafter again, the target's sizes too."""
+    targets = checkpoint.Checkpoints(self.folder / 'target')
+    sizes = self.target_config
+    if targets.latest() is not None:  # it may have been adopted
+      sizes = targets.meta(targets.best())['model']
+    k = self.config['decode']['k']
+    return {**self.config['draft'], 'k': k, 'target': sizes}
 
   def target(self) -> Transformer:
     """The trained target.

@@ -1,7 +1,8 @@
 """Drafters: one file each, found by name.
 
 A drafter's module has `build(config, vocab_size, rngs)`, which makes one from
-the plain values of a configuration's `draft` section.
+the plain values of a configuration's `draft` section, with the draft length as
+`k` and the sizes of the target as `target`.
 """
 
 from __future__ import annotations
