@@ -9,7 +9,6 @@ import toys
 
 from specjax import decode, generation, verify
 from specjax.drafters.coupled import CoupledDrafter
-from specjax.drafters.mixture import Mixture
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -28,7 +27,6 @@ DRAFTERS = {
   'suffix': NGram(8, n=16, least=2),
   'model': ModelDrafter(NEAR, 8),
   'coupled': CoupledDrafter(NEAR, 8),
-  'mixture': Mixture(NGram(8), ModelDrafter(NEAR, 8)),
 }
 
 every = pytest.mark.parametrize('name', DRAFTERS)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import compiled_test
+import drafters_test
 import jax
 import jax.numpy as jnp
 import law_test
@@ -32,6 +33,19 @@ pytestmark = pytest.mark.usefixtures('quick_compilation')
 
 def mixture(k, model=NEAR, n=3, least=1, warp=warps.UNCHANGED):
   return Mixture(NGram(k, n, least), ModelDrafter(model, k, warp))
+
+
+@pytest.mark.parametrize(
+  'check',
+  [
+    drafters_test.test_a_proposal_is_a_chain_of_ids_in_range,
+    drafters_test.test_a_proposal_ignores_the_batch_and_what_lies_behind,
+    drafters_test.test_at_changes_only_the_length,
+  ],
+)
+def test_it_is_a_drafter(check, monkeypatch):
+  monkeypatch.setitem(drafters_test.DRAFTERS, 'mixture', mixture(8))
+  check('mixture')
 
 
 def draft(drafter, limit=None):
