@@ -55,9 +55,14 @@ PROPOSERS = (
   'iid',
   'distinct',
   'committee',
+  'mixture',
   'ngram',
+  'suffix',
   'none',
 )
+# How far lookups compare, 'suffix' and that of 'mixture'; and what makes it of
+# more use there than a draft model.
+SUFFIX, TRUSTED = 16, 3
 
 
 class Workspace:
@@ -283,7 +288,9 @@ class Workspace:
     Args:
       kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
         'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
-        of it; 'committee' has several; 'ngram' and 'none' need none.
+        of it; 'committee' has several; 'mixture' copies what followed a long
+        match, and asks it elsewhere; 'ngram', 'suffix' (which looks for longer
+        matches) and 'none' need none.
       draft: its folder in the run, or several with commas, for a committee.
       warp: what it samples with.
       branching: children of a node of a tree, by depth.
@@ -301,6 +308,8 @@ class Workspace:
       return NoDrafter()
     if kind == 'ngram':
       return NGram(k)
+    if kind == 'suffix':
+      return NGram(k, SUFFIX)
     names = draft.split(',')
     if len(names) > 1 and kind != 'committee':
       raise ValueError(f'{kind} takes one draft, not {draft}')
@@ -311,6 +320,9 @@ class Workspace:
       raise ValueError(f'{kind} is made for draft models, which {draft} is not')
     if kind == 'committee':
       return Committee(tuple(members))
+    if kind == 'mixture':
+      lookup = NGram(k, SUFFIX, TRUSTED)
+      return drafters.find(kind).Mixture(lookup, members[0])
     model = members[0].model
     if kind == 'coupled':
       return CoupledDrafter(model, k, warp)
