@@ -202,7 +202,7 @@ def measure(workspace, rule):
 
 def direction(workspace, warp):
   """Whose law to look for leaks of: the draft's, or that of what it copies."""
-  if DRAFTER.value in ('ngram', 'none'):
+  if DRAFTER.value in ('ngram', 'suffix', 'none'):
     return certify.Replayed(workspace.proposer(DRAFTER.value, '', warp))
   return workspace.drafter(DRAFT.value.split(',')[0], warp)
 

@@ -59,9 +59,14 @@ PROPOSERS = (
   'distinct',
   'candidates',
   'committee',
+  'mixture',
   'ngram',
+  'suffix',
   'none',
 )
+# How far lookups compare, 'suffix' and that of 'mixture'; and what makes it of
+# more use there than a draft model.
+SUFFIX, TRUSTED = 16, 3
 
 
 class Workspace:
@@ -203,7 +208,7 @@ class Workspace:
     Raises:
       FileNotFoundError: the target is to be taken from a file, and was not yet.
     """
-    if not self.config['target'].get('path'):
+    if not self.config['target']['path']:
       return TransformerConfig(**self.target_config)
     self._require_target()
     checkpoints = checkpoint.Checkpoints(self.folder / 'target')
@@ -296,7 +301,9 @@ class Workspace:
       kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
         'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
         of it; 'candidates' is a tree of what heads find likeliest;
-        'committee' has several; 'ngram' and 'none' need none.
+        'committee' has several; 'mixture' copies what followed a long match,
+        and asks the draft elsewhere; 'ngram', 'suffix' (which looks for longer
+        matches) and 'none' need none.
       draft: its folder in the run, or several with commas, for a committee.
       warp: what it samples with.
       branching: children of a node of a tree, by depth.
@@ -314,6 +321,8 @@ class Workspace:
       return NoDrafter()
     if kind == 'ngram':
       return NGram(k)
+    if kind == 'suffix':
+      return NGram(k, SUFFIX)
     names = draft.split(',')
     if len(names) > 1 and kind != 'committee':
       raise ValueError(f'{kind} takes one draft, not {draft}')
@@ -329,6 +338,9 @@ class Workspace:
       raise ValueError(f'{kind} is made for draft models, which {draft} is not')
     if kind == 'committee':
       return Committee(tuple(members))
+    if kind == 'mixture':
+      lookup = NGram(k, SUFFIX, TRUSTED)
+      return drafters.find(kind).Mixture(lookup, members[0])
     model = members[0].model
     if kind == 'coupled':
       return CoupledDrafter(model, k, warp)

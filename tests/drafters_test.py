@@ -24,6 +24,7 @@ PROMPTS = [[3], [1, 2, 1], [0, 6, 5] * 5]
 DRAFTERS = {
   'none': NoDrafter(),
   'ngram': NGram(8),
+  'suffix': NGram(8, n=16, least=2),
   'model': ModelDrafter(NEAR, 8),
   'coupled': CoupledDrafter(NEAR, 8),
   'heads': toys.heads(V, 8),
@@ -137,9 +138,9 @@ def test_one_memory_serves_any_schedule_of_lengths():
   assert seen >= {(k, n) for k in (0, 1, 2, 4) for n in range(k + 1)}, seen
 
 
-def look_up(rows, k, n, size=48):
+def look_up(rows, k, n, size=48, least=1):
   """The valid part of each row's proposal."""
-  draft = propose(NGram(k, n), *padded(rows, size))
+  draft = propose(NGram(k, n, least), *padded(rows, size))
   assert (np.asarray(draft.tokens)[~np.asarray(draft.valid)] == 0).all()
   pairs = zip(np.asarray(draft.tokens), np.asarray(draft.valid), strict=True)
   return [row[valid].tolist() for row, valid in pairs]
@@ -171,15 +172,33 @@ def test_lookup_by_hand(tokens, n, expected):
   assert oracles.lookup(tokens, 5, n) == expected
 
 
-@pytest.mark.parametrize('n', [1, 2, 3])
-def test_lookup_against_a_plain_search(n):
+@pytest.mark.parametrize(
+  ('n', 'least'), [(1, 1), (2, 1), (3, 1), (3, 3), (16, 2)]
+)
+def test_lookup_against_a_plain_search(n, least):
   """Buffers that are full to the end too, where a roll would wrap."""
   rng = np.random.default_rng(n)
   rows = [rng.integers(0, 3, rng.integers(1, 13)).tolist() for _ in range(300)]
   rows += [rng.integers(0, 2, 12).tolist() for _ in range(100)]
-  expected = [oracles.lookup(row, 5, n) for row in rows]
-  assert look_up(rows, 5, n, size=12) == expected
+  expected = [oracles.lookup(row, 5, n, least) for row in rows]
+  assert look_up(rows, 5, n, size=12, least=least) == expected
   assert {len(row) for row in expected} == set(range(6))
+
+
+@pytest.mark.parametrize(
+  ('n', 'expected'), [(3, [5, 0]), (4, [6, 15]), (16, [6, 15])]
+)
+def test_a_long_suffix_wins_over_the_latest_place(n, expected):
+  whole = [*range(18)]
+  tokens = np.array([[*whole, 6, 15, 16, 17, 5, *whole]])
+  draft = propose(NGram(2, n), tokens, np.array([tokens.shape[1]]))
+  assert draft.tokens.tolist() == [expected]
+
+
+def test_suffixes_that_are_none_are_refused():
+  for n, least in ((0, 0), (2, 3), (3, 0)):
+    with pytest.raises(ValueError, match=f'suffixes of {least} to {n} tokens'):
+      NGram(2, n, least)
 
 
 def test_a_row_without_a_match_takes_one_plain_step_a_round():

@@ -200,7 +200,7 @@ def test_generate_is_plain_text_when_piped_whatever_drafts(run):
   flags = [f'--workdir={run}', '--temperature=0', '--tokens=8']
   processes = [
     start('eval/generate.py', '--prompt=def ', f'--drafter={drafter}', *flags)
-    for drafter in ('model', 'ngram', 'none')
+    for drafter in ('model', 'ngram', 'suffix', 'mixture', 'none')
   ]
   outputs = [finish(process) for process in processes]
   texts = {out for _, out, _ in outputs}
@@ -210,7 +210,7 @@ def test_generate_is_plain_text_when_piped_whatever_drafts(run):
   assert '\x1b' not in text
   for _, _, error in outputs:
     assert 'tokens per round' in error and 'tokens/s' in error
-  assert 'no drafts, 1.00 tokens per round' in outputs[2][2]
+  assert 'no drafts, 1.00 tokens per round' in outputs[-1][2]
 
 
 def test_heads_are_measured_like_any_draft(tmp_path):

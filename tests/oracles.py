@@ -87,9 +87,9 @@ def greedy(logits, prompt, new, eos=(), least=0):
   return out
 
 
-def lookup(tokens, k, n):
+def lookup(tokens, k, n, least=1):
   """Prompt lookup: what followed the longest, then latest, earlier match."""
-  for size in range(min(n, len(tokens)), 0, -1):
+  for size in range(min(n, len(tokens)), least - 1, -1):
     suffix = tokens[-size:]
     for end in range(len(tokens) - 1, size - 1, -1):
       if tokens[end - size : end] == suffix:

@@ -68,6 +68,7 @@ def reference(model, tokens):
 
 forward = toys.jit(Transformer.forward, static_argnames='taps')
 extend = toys.jit(Transformer.extend)
+follow = toys.jit(Transformer.follow)
 commit = toys.jit(Transformer.commit, static_argnames='chain')
 
 
@@ -208,6 +209,50 @@ def test_positions_go_on_from_what_was_kept():
       np.where(live[:, None, :, None], want, 0),
       **CLOSE,
     )
+
+
+def test_a_chain_node_by_node_is_the_block():
+  """Whatever the rows hold of nodes that are yet to come."""
+  model = toys.transformer()
+  tokens = random_tokens(9, 2, 12)
+  cache = filled(model, tokens, np.array([8, 3]))
+  block = Block(jnp.asarray(random_tokens(10, 2, 4)))
+  whole, want = extend(model, block, cache)
+  rows = jax.tree.map(lambda x: jnp.full_like(x, 7.0), want)
+  for at in range(4):
+    node = block.tokens[:, at : at + 1]
+    output, rows = follow(model, node, cache, rows, at)
+    np.testing.assert_allclose(
+      output.features[:, 0], whole.features[:, at], **CLOSE
+    )
+  for got, right in zip(
+    jax.tree.leaves(rows), jax.tree.leaves(want), strict=True
+  ):
+    np.testing.assert_allclose(got, right, **CLOSE)
+
+
+def test_some_layers_are_a_model_that_shares_its_weights():
+  model = toys.transformer(layers=3)
+  tokens = random_tokens(11, 2, 6)
+  segments = np.ones_like(tokens)
+  output = forward(model, tokens, segments, taps=(1,))
+  square = jnp.mean(output.taps[0] ** 2, -1, keepdims=True)
+  first = model.subset(range(2))
+  np.testing.assert_allclose(
+    forward(first, tokens, segments).features,
+    output.taps[0] / jnp.sqrt(square + 1e-5) * model.norm[...],
+    **CLOSE,
+  )
+  turned = model.subset((2, 0))
+  assert turned.config.layers == len(turned.layers) == 2
+  for layer, own in zip(turned.layers, (2, 0), strict=True):
+    shared = zip(
+      jax.tree.leaves(layer), jax.tree.leaves(model.layers[own]), strict=True
+    )
+    assert all(a is b for a, b in shared)
+  for layers in ((), (3,), (-1,)):
+    with pytest.raises(ValueError, match='give at least one of 0 to 2'):
+      model.subset(layers)
 
 
 def test_what_lies_above_the_length_is_not_read():

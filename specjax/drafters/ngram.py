@@ -15,22 +15,31 @@ class NGram:
   """Copies the continuation of the longest, then latest, earlier match.
 
   The suffix of up to `n` tokens is looked for in prompt and output alike, all
-  on the device. Where not even its last token occurred before, the draft is
-  empty and the round yields one ordinary token. (Saxena 2023, prompt lookup
-  decoding.)
+  on the device. Where not even its last `least` tokens occurred before, the
+  draft is empty and the round yields one ordinary token. A small n is prompt
+  lookup (Saxena 2023); a large one matches suffixes as long as they go (Oliaro
+  et al. 2024, SuffixDecoding, arXiv 2411.04975, whose trees and counts of
+  continuations are not here: of equally long matches the latest is taken).
 
   Attributes:
     k: tokens to propose.
-    n: longest suffix to look for.
+    n: longest suffix to look for; each token costs a pass over the buffer.
+    least: shortest suffix that counts. A longer one is found less often, and
+      is right more often.
   """
 
   k: int = dataclasses.field(metadata={'static': True})
   n: int = dataclasses.field(default=3, metadata={'static': True})
+  least: int = dataclasses.field(default=1, metadata={'static': True})
 
   def __post_init__(self):
-    """Refuses a negative length."""
+    """Refuses a negative length, and suffixes that are none."""
     if self.k < 0:
       raise ValueError(f'the draft length k is {self.k}: at least 0')
+    if not 1 <= self.least <= self.n:
+      raise ValueError(
+        f'suffixes of {self.least} to {self.n} tokens: from at least 1, and up'
+      )
 
   def init(self, target, batch, size):
     """No memory: the token buffer is all it needs."""
@@ -64,11 +73,12 @@ class NGram:
       longest += matching
     best = jnp.argmax(longest * tokens.shape[0] + place * (longest > 0))
     follow = best + 1 + jnp.arange(self.k)
-    valid = (longest[best] > 0) & (follow < length)
+    valid = (longest[best] >= self.least) & (follow < length)
     follow = jnp.minimum(follow, tokens.shape[0] - 1)
     return jnp.where(valid, tokens[follow], 0), valid
 
 
 def build(config, target, rngs) -> NGram:
-  """Reads `k`."""
-  return NGram(config['k'])
+  """Reads `k`, and `n` and `least` if they are there."""
+  options = {name: config[name] for name in ('n', 'least') if name in config}
+  return NGram(config['k'], **options)

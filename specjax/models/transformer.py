@@ -8,7 +8,9 @@ window, with no cache behind it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +98,12 @@ class Layer(nnx.Module):
     self.attention_norm = nnx.Param(jnp.ones(c.width))
     self.hidden_norm = nnx.Param(jnp.ones(c.width))
 
-  def __call__(self, x, angles, visible, cached, length):
-    """One layer on `[B, M, D]`; returns it and the block's keys and values."""
+  def __call__(self, x, angles, visible, cached, length, chain=None):
+    """One layer on `[B, M, D]`; returns it and the block's keys and values.
+
+    With `chain`, the rows of a chain and a place in it, what is new is written
+    there first, and is looked back from over all of them.
+    """
     c, size = self.config, self.config.head_size
     y = _norm(x, self.attention_norm[...], c.norm_eps)
     qkv = _dot(y, self.qkv[...]).reshape(*x.shape[:2], -1, size)
@@ -105,6 +111,11 @@ class Layer(nnx.Module):
     rotated = _rotate(qkv[:, : c.heads + c.kv_heads], angles)
     keys = rotated[:, c.heads :].astype(c.dtype)
     values = qkv[:, c.heads + c.kv_heads :].astype(c.dtype)
+    if chain is not None:
+      write = functools.partial(
+        jax.lax.dynamic_update_slice_in_dim, start_index=chain[1], axis=2
+      )
+      keys, values = map(write, chain[0], (keys, values))
     mixed = caches.attend(
       rotated[:, : c.heads], (keys, values), visible, cached, length
     )
@@ -171,6 +182,60 @@ class Transformer(nnx.Module):
     sound = jnp.isfinite(output.features[..., -1])[:, None, :, None]
     return output, jax.tree.map(lambda r: jnp.where(sound, r, 0), rows)
 
+  def follow(
+    self, tokens: Array, cache: caches.Cache, rows: tuple, at: Array
+  ) -> tuple[Output, tuple]:
+    """Scores one node of a chain, given the rows of those before it.
+
+    What `extend` gives for the last node of a block, for a caller that draws
+    the block node by node and may not write to the cache.
+
+    Args:
+      tokens: `[B, 1]` of the node.
+      cache: what precedes the chain; it is only read.
+      rows: of the chain, `[B, heads, K, D]`, the first `at` of them known.
+      at: scalar int32, the node's place.
+
+    Returns:
+      Output `[B, 1, D]`, and the rows with the node's own.
+    """
+    size = jax.tree.leaves(rows)[0].shape[2]
+    visible = (jnp.arange(size) <= at)[None, None]
+    positions = cache.length[:, None] + at
+    return self._run(tokens, positions, visible, cache, (), (rows, at))
+
+  def subset(self, layers: Sequence[int]) -> Transformer:
+    """Some of the layers as a model of their own, which shares all weights.
+
+    Args:
+      layers: their numbers from 0, in the order in which they run. The first L
+        read the first L pairs of a cache's rows.
+
+    Raises:
+      ValueError: there are not these layers, or none is asked for.
+    """
+    layers = list(layers)
+    if not layers or not set(layers) <= set(range(self.config.layers)):
+      raise ValueError(
+        f'layers {layers} of a model that has {self.config.layers}: give at'
+        f' least one of 0 to {self.config.layers - 1}'
+      )
+    config = dataclasses.replace(self.config, layers=len(layers))
+    shapes = jax.eval_shape(lambda: type(self)(config, nnx.Rngs(0)))
+    weights = dict(jax.tree_util.tree_leaves_with_path(self))
+
+    def shared(path, _):
+      # The only numbers in a path are those of layers.
+      mine = [
+        jax.tree_util.SequenceKey(layers[key.idx])
+        if isinstance(key, jax.tree_util.SequenceKey)
+        else key
+        for key in path
+      ]
+      return weights[tuple(mine)]
+
+    return jax.tree_util.tree_map_with_path(shared, shapes)
+
   def commit(
     self, cache: caches.Cache, rows: tuple, kept: Array, chain: bool = True
   ) -> caches.Cache:
@@ -205,7 +270,7 @@ class Transformer(nnx.Module):
     head = self.embedding if self.config.tied else self.head
     return _dot(features, head[...], axis=1)
 
-  def _run(self, tokens, positions, visible, cache, taps):
+  def _run(self, tokens, positions, visible, cache, taps, chain=None):
     c, half = self.config, self.config.head_size // 2
     frequencies = c.rope_theta ** (-jnp.arange(half) / half)
     angles = positions[:, None, :, None] * frequencies
@@ -214,7 +279,8 @@ class Transformer(nnx.Module):
     call = jax.checkpoint(Layer.__call__) if c.remat else Layer.__call__
     for i, layer in enumerate(self.layers):
       cached, length = (cache.rows[i], cache.length) if cache else (None, None)
-      x, row = call(layer, x, angles, visible, cached, length)
+      earlier = chain and (chain[0][i], chain[1])
+      x, row = call(layer, x, angles, visible, cached, length, earlier)
       streams.append(x)
       rows.append(row)
     features = _norm(x, self.norm[...], c.norm_eps)
