@@ -10,7 +10,6 @@ import law_test
 import numpy as np
 import oracles
 import pytest
-import scripts
 import toys
 
 from specjax import decode, distill, generation, losses, verify, warps
@@ -265,22 +264,3 @@ def test_what_cannot_be_is_refused():
       start(EarlyExit(layers, 2))
   with pytest.raises(ValueError, match='Markov has none to leave early'):
     start(EarlyExit(1, 2), toys.markov(vocab=V))
-
-
-@pytest.mark.slow
-def test_a_run_trains_one_and_decodes_with_it(tmp_path):
-  """Through the scripts; the exit as it is needs no training."""
-  page = '--config=configs/early_exit.py:tiny', f'--workdir={tmp_path}'
-  code, out, error = scripts.run('train/distill.py', *page, '--draft=trained')
-  assert code == 0, error
-  assert 'trained: acceptance' in out
-  greedy = '--temperature=0', '--prompt=def '
-  processes = [
-    scripts.start('eval/generate.py', *page, *greedy, f'--draft={draft}')
-    for draft in ('trained', 'untrained')
-  ]
-  found = [scripts.finish(process) for process in processes]
-  assert [code for code, _, _ in found] == [0, 0], found
-  assert found[0][1] == found[1][1]
-  # Of the target's one layer nothing is left out.
-  assert '100.0% of drafts accepted' in found[1][2]
