@@ -16,6 +16,7 @@ from specjax import decode, distill, generation, losses, verify, warps
 from specjax.drafters import early_exit
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.none import NoDrafter
+from specjax.models.transformer import TransformerConfig
 from specjax.types import Batch, Limit, pytree
 
 V = 7
@@ -248,12 +249,12 @@ def test_the_adapter_learns_from_every_loss_and_the_target_does_not():
 
 
 def test_a_configuration_builds_one_that_is_the_bare_exit():
-  sizes = {'width': 8, 'layers': 7}
-  config = {'k': 4, 'target': sizes}
-  built = early_exit.build(config, V, None)
+  target = TransformerConfig(V, 8, 7, 1, 1, 8)
+  config = {'k': 4}
+  built = early_exit.build(config, target, None)
   assert (built.layers, built.k, built.adapter.shape) == (2, 4, (8, 8))
   assert not built.adapter.any()
-  assert early_exit.build({**config, 'layers': 5}, V, None).layers == 5
+  assert early_exit.build({**config, 'layers': 5}, target, None).layers == 5
 
 
 def test_what_cannot_be_is_refused():
