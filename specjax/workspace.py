@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -64,8 +65,8 @@ PROPOSERS = (
   'suffix',
   'none',
 )
-# How far lookups compare, 'suffix' and that of 'mixture'; and what makes it of
-# more use there than a draft model.
+# Tokens: the longest match that 'suffix' and 'mixture' look for, and the least
+# that 'mixture' trusts more than its model.
 SUFFIX, TRUSTED = 16, 3
 
 
@@ -229,7 +230,14 @@ class Workspace:
       checkpoint.save_model(folder, target, {'tokenizer': tokenizer.hash})
 
   def new_drafter(self, seed: int) -> Drafter:
-    """An untrained drafter, as `config.draft` describes it."""
+    """An untrained drafter, as `config.draft` describes it.
+
+    Where `config.draft.target_layers` names layers of the target, its model
+    begins as these, with the target's embedding, norm and head.
+
+    Raises:
+      ValueError: it has nothing to train, or is not of the target's sizes.
+    """
     drafter = _build_drafter(
       self.draft_config, self.target_sizes, nnx.Rngs(seed)
     )
@@ -238,6 +246,9 @@ class Workspace:
         f'draft.drafter is {self.config["draft"]["drafter"]!r}, which has'
         ' nothing to train: it needs no distilling'
       )
+    layers = self.config['draft'].get('target_layers')
+    if layers:
+      drafter = _begin_as(drafter, self.target().subset(layers))
     return drafter
 
   @property
@@ -466,3 +477,26 @@ def _build_drafter(
   config: Mapping[str, Any], target: TransformerConfig, rngs: nnx.Rngs
 ) -> Drafter:
   return drafters.find(config['drafter']).build(config, target, rngs)
+
+
+def _begin_as(drafter: Drafter, model: Transformer) -> Drafter:
+  """The drafter, with a copy of a model's weights, in its own dtype."""
+  if not isinstance(drafter, ModelDrafter):
+    raise ValueError(
+      'draft.target_layers is for draft models, with draft.drafter=model'
+    )
+  own = drafter.model.config
+  wanted = dataclasses.replace(model.config, dtype=own.dtype, remat=own.remat)
+  pair = dataclasses.asdict(own), dataclasses.asdict(wanted)
+  differ = [name for name in pair[0] if pair[0][name] != pair[1][name]]
+  if differ:
+    name = differ[0]
+    raise ValueError(
+      f'draft.target_layers names {wanted.layers} layers of the target:'
+      f' draft.model.{name} is {pair[0][name]} and must be {pair[1][name]}'
+    )
+  # Copies, for a training state is donated.
+  leaves, structure = jax.tree.flatten(drafter.model)
+  weights = zip(jax.tree.leaves(model), leaves, strict=True)
+  copy = [jnp.array(x, y.dtype) for x, y in weights]
+  return dataclasses.replace(drafter, model=jax.tree.unflatten(structure, copy))

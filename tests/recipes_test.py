@@ -140,3 +140,34 @@ def test_a_draft_from_before_there_were_sources_is_one_of_corpus(tmp_path):
   with pytest.raises(ValueError, match='data.target: 0.0 -> 0.25'):
     mixed = {**PAGE['data'], **MIXED}
     recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': mixed})
+
+
+@pytest.mark.slow
+def test_a_draft_may_begin_as_some_of_the_target_s_layers(tmp_path):
+  run = workspace(tmp_path, target={'layers': 3}, draft={'target_layers': (2,)})
+  target, sizes = run.new_target(0), run.target_config
+  meta = {'model': sizes, 'tokenizer': run.tokenizer.hash}
+  steps = run.config['pretrain']['steps']
+  Checkpoints(run.folder / 'target').save(steps, {'model': target}, meta)
+  model = run.new_drafter(1).model
+  pairs = [
+    (model.embedding, target.embedding),
+    (model.norm, target.norm),
+    (model.layers[0].qkv, target.layers[2].qkv),
+    (model.layers[0].down, target.layers[2].down),
+  ]
+  assert len(model.layers) == 1
+  for own, theirs in pairs:
+    np.testing.assert_array_equal(own[...], theirs[...])
+  assert run.draft_config['target'] == sizes
+  for changes, words in (
+    ({'target_layers': (0, 1)}, 'draft.model.layers is 1 and must be 2'),
+    ({'model': PAGE['draft']['model'] | {'width': 16}}, 'must be 32'),
+    ({'target_layers': (3,)}, 'of a model that has 3'),
+    ({'drafter': 'early_exit'}, 'for draft models'),
+  ):
+    other = Workspace(
+      run.folder, {**run.config, 'draft': run.config['draft'] | changes}
+    )
+    with pytest.raises(ValueError, match=words):
+      other.new_drafter(1)
