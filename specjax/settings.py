@@ -120,10 +120,10 @@ def check(config: Mapping[str, Any]) -> None:
       )
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])
-  _check_draft_lengths(config)
   if 'loss' in config:
     losses.find(config['loss']['divergence'])
   if 'decode' in config:
+    _check_draft_lengths(config)
     verify.find(config['decode']['verify'])
 
 
@@ -230,7 +230,7 @@ def _check_lookahead(loss: Mapping[str, Any]) -> None:
 
 def _check_draft_lengths(config: Mapping[str, Any]) -> None:
   """Refuses controllers that there are not, and what they cannot have."""
-  decode, speedup = config.get('decode', {}), config.get('speedup', {})
+  decode, speedup = config['decode'], config.get('speedup', {})
   name = decode['draft_length']
   for known in (name, *speedup.get('controllers', ())):
     draft_length.find(known, 1, lambda k: 1.0)
