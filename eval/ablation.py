@@ -143,11 +143,10 @@ def of_group(workspace, group, student=None):
   """
   c = group.config
   weight = (student or group.students[0]).kl_weight
-  own = {
-    **c,
-    'loss': {**c['loss'], 'kl_weight': weight},
-    'decode': {**c['decode'], 'k': workspace.config['decode']['k']},
-  }
+  decode = dict(workspace.config['decode'])
+  if c['loss']['at_decode_warp']:
+    decode['temperature'] = c['decode']['temperature']
+  own = {**c, 'loss': {**c['loss'], 'kl_weight': weight}, 'decode': decode}
   return Workspace(workspace.folder, own)
 
 

@@ -11,13 +11,29 @@ head by head is exact under every rule for chains.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from specjax import draws, warps
 from specjax.types import Array, Draft, Warp, pytree
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  """What the `draft` section of a page says of heads of a kind.
+
+  Raises:
+    ValueError: it does not say how many there are. A draft may be shorter, so
+      its length does not tell.
+  """
+  found = config.get(name, {})
+  if 'heads' not in found:
+    raise ValueError(
+      f'draft.{name}.heads is missing: how many heads, each a token further'
+    )
+  return found
 
 
 class Head(Protocol):

@@ -26,7 +26,6 @@ numbers β and η are keyword arguments and may be traced; `loss.beta` and
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 
 import jax
@@ -181,20 +180,23 @@ DIVERGENCES = {
 }
 
 
+# Their keyword arguments; one of your own has none but its defaults.
+NUMBERS = {'jsd': ('beta',), 'hybrid': ('eta',)}
+
+
 def find(name: str, **numbers: float) -> Divergence:
   """The divergence of a name.
 
   Args:
     name: a key of `DIVERGENCES`, or 'module:function' for one of your own.
-    **numbers: values of its keyword arguments; those that it has none of are
-      passed over.
+    **numbers: for keyword arguments; those that it has none of, by `NUMBERS`,
+      are passed over.
 
   Raises:
     ValueError: there is none.
   """
   divergence = names.function(name, DIVERGENCES, 'divergence')
-  taken = inspect.signature(divergence).parameters
-  own = {key: value for key, value in numbers.items() if key in taken}
+  own = {key: numbers[key] for key in NUMBERS.get(name, ()) if key in numbers}
   return functools.partial(divergence, **own) if own else divergence
 
 

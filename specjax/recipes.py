@@ -51,7 +51,10 @@ def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
     own = theirs if c['temperature'] else own
   return functools.partial(
     distill.distill_loss,
-    divergence=losses.find(c['divergence'], beta=c['beta'], eta=c['eta']),
+    divergence=losses.find(
+      c['divergence'],
+      **{name: c[name] for name in ('beta', 'eta') if name in c},
+    ),
     warps=(theirs, own),
     horizon_decay=c['horizon_decay'],
     lookahead=c['lookahead'],
@@ -232,7 +235,10 @@ def measure(
 
 def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
   """All values that the loss depends on."""
-  c = config['loss']
+  c = dict(config['loss'])
+  # Numbers of another divergence make no difference.
+  for name in {'beta', 'eta'} - {*losses.NUMBERS.get(c['divergence'], ())}:
+    c.pop(name)
   warped = c['at_decode_warp']
   temperature = config['decode']['temperature'] if warped else 1.0
   return {**c, 'temperature': temperature}
@@ -241,4 +247,4 @@ def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
 def _data_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """Where nothing is written, how it would be makes no difference."""
   c = config['data']
-  return c if c['target'] or c['draft'] else CORPUS_ONLY
+  return dict(c if c['target'] or c['draft'] else CORPUS_ONLY)

@@ -21,8 +21,8 @@ Path = pathlib.Path
 
 ABSENT = '(absent)'
 
-# What was done before pages had these; a whole section is added where there is
-# none.
+# What was done before pages had these, apart from `speedup.others`: a run from
+# before predicts from as many prompts as others do.
 _TRAINING = {'accumulate': 1, 'dtype': 'float32'}
 _ADDED = {
   'corpus': {'test': ''},
@@ -38,7 +38,7 @@ _ADDED = {
     'horizon_decay': 0.8,
     'lookahead': 0,
   },
-  'decode': {'draft_length': 'fixed'},
+  'decode': {'verify': 'rejection', 'draft_length': 'fixed'},
   'speedup': {'controllers': (), 'controlled_k': 8, 'others': 32},
 }
 _ADDED_DATA = {

@@ -63,6 +63,7 @@ _LEAST = {
 }
 _POSITIVE = 'clip', 'learning_rate'
 _NOT_NEGATIVE = (
+  'eta',
   'horizon_decay',
   'temperature',
   'temperatures',
@@ -106,7 +107,8 @@ def check(config: Mapping[str, Any]) -> None:
   if config.get('corpus', {}).get('name') == corpora.NONE:
     _check_without_text(config)
   if 'draft' in config:
-    _build(config['draft'], config.get('decode', {}).get('k', 1))
+    k = config['decode']['k'] if 'decode' in config else 1
+    _build(config['draft'], k, config.get('target'))
   if 'data' in config:
     _check_data(config)
   if 'loss' in config and config['loss']['lookahead']:
@@ -167,11 +169,18 @@ def require_language_model(draft: Mapping[str, Any], why: str) -> None:
     raise ValueError(f'draft.drafter is {draft["drafter"]!r}, {why}')
 
 
-def _build(draft: Mapping[str, Any], k: int) -> Drafter:
-  """The shapes of a drafter for a tiny target; refuses what makes none."""
+def _build(
+  draft: Mapping[str, Any], k: int, target: Mapping[str, Any] | None = None
+) -> Drafter:
+  """The shapes of a drafter; refuses what makes none.
+
+  Where the target is not described, as one from a file is not, it is tiny.
+  """
   build = drafters.find(draft['drafter']).build
-  target = TransformerConfig(2, 2, 1, 1, 1, 1)
-  return jax.eval_shape(lambda: build({**draft, 'k': k}, target, nnx.Rngs(0)))
+  wanted = TransformerConfig(2, 2, 1, 1, 1, 1)
+  if target and not target['path']:
+    wanted = TransformerConfig(vocab_size=2, **sizes(target))
+  return jax.eval_shape(lambda: build({**draft, 'k': k}, wanted, nnx.Rngs(0)))
 
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:
@@ -278,6 +287,8 @@ def _wanted(name: str, value: Any) -> str | None:
     return 'positive'
   if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
     return '0 or positive'
+  if name == 'beta' and not 0 < value < 1:
+    return 'inside (0, 1): at its ends the divergence is 0'
   if name in _WEIGHTS and not value >= 0:
     return '0 or more; inf is the divergence alone'
   return None

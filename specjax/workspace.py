@@ -498,5 +498,6 @@ def _begin_as(drafter: Drafter, model: Transformer) -> Drafter:
   # Copies, for a training state is donated.
   leaves, structure = jax.tree.flatten(drafter.model)
   weights = zip(jax.tree.leaves(model), leaves, strict=True)
-  copy = [jnp.array(x, y.dtype) for x, y in weights]
-  return dataclasses.replace(drafter, model=jax.tree.unflatten(structure, copy))
+  copies = [jnp.array(x, y.dtype) for x, y in weights]
+  model = jax.tree.unflatten(structure, copies)
+  return dataclasses.replace(drafter, model=model)

@@ -69,7 +69,7 @@ a_kind = pytest.mark.parametrize('kind', sooner('medusa', 'blockwise'))
 
 def built(kind, k=K, seed=None, **c):
   """A drafter as its module builds it, or with random weights."""
-  config = {'k': k, kind: c}
+  config = {'k': k, kind: {'heads': k, **c}}
   drafter = drafters.find(kind).build(config, SIZES, nnx.Rngs(0))
   if seed is None:
     return drafter
@@ -582,16 +582,17 @@ def test_what_makes_no_sense_is_refused_in_a_line(make, words):
     ('medusa', {'heads': 0}, 'draft.medusa.heads is 0: it must be 1'),
     ('medusa', {'layers': 0}, 'draft.medusa.layers is 0'),
     ('medusa', {'heads': 1}, 'k is 2, and the draft has 1 heads'),
-    ('medusa', {'branching': [0]}, 'at least 1 child'),
-    ('medusa', {'paths': [[1, 1]]}, 'not in the tree'),
+    ('medusa', {}, 'draft.medusa.heads is missing'),
+    ('medusa', {'heads': 2, 'branching': [0]}, 'at least 1 child'),
+    ('medusa', {'heads': 2, 'paths': [[1, 1]]}, 'not in the tree'),
     ('blockwise', {'hidden': 0}, 'draft.blockwise.hidden is 0'),
     ('blockwise', {'heads': 1}, 'k is 2, and the draft has 1 heads'),
   ],
 )
 def test_a_page_that_makes_no_heads_is_refused(kind, section, words):
   page = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
-  settings.check({**page, 'draft': {**page['draft'], 'drafter': kind}})
-  page = copy.deepcopy(page)
-  page['draft'] |= {'drafter': kind, kind: section}
+  page['draft'] |= {'drafter': kind, kind: {'heads': 2}}
+  settings.check(page)
+  page['draft'] |= {kind: section}
   with pytest.raises(ValueError, match=words):
     settings.check(page)

@@ -127,10 +127,10 @@ def decided(
     # Plain text has nothing of the drafter, nor of the rule.
     place = arm, id(target), id(warp), batches
     if arm == tiers.PLAIN and place in _PLAIN_TEXT:
-      return _PLAIN_TEXT[place]
+      return _PLAIN_TEXT[place][0]
     found = subject.sample(arm, PROMPTS, i, **size)
     if arm == tiers.PLAIN:
-      _PLAIN_TEXT[place] = found
+      _PLAIN_TEXT[place] = found, target, warp  # kept, so that ids stay theirs
     return found
 
   seen = {

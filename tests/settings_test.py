@@ -58,6 +58,8 @@ def test_the_page_itself_is_fine():
     ('loss.divergence', 'nope', 'no divergence'),
     ('loss.horizon_decay', -0.1, '0 or positive'),
     ('loss.lookahead', -1, '0 or more'),
+    ('loss.beta', 1.0, r'inside \(0, 1\)'),
+    ('loss.eta', -1.0, '0 or positive'),
     ('ablation.axes.loss.kl_weight', (), 'at least one value'),
     ('ablation.axes.loss.kl_weight', (1.0, float('nan')), 'nan'),
     ('ablation.together', 0, '1 or more'),
@@ -102,33 +104,43 @@ def test_a_value_that_makes_no_sense_is_named_and_leaves_no_trace(
   assert not (tmp_path / 'run').exists()
 
 
-def without(config, added):
-  """A configuration from before what was added."""
-  found = {}
-  for key, value in config.items():
-    new = added.get(key)
-    if isinstance(new, dict):
-      found[key] = without(value, new)
-    elif key not in added:
-      found[key] = value
-  return found
+SIZES = 'width', 'layers', 'heads', 'kv_heads', 'hidden', 'dtype'
+TRAINING = 'steps', 'batch', 'learning_rate', 'warmup', 'weight_decay', 'clip'
+# Of the first page that there was.
+EARLY = {
+  'corpus': ('name', 'text_field', 'tokenizer', 'vocab_size', 'window'),
+  'target': SIZES,
+  'pretrain': (*TRAINING, 'eval_every', 'eval_windows', 'seed'),
+  'distill': (*TRAINING, 'eval_every', 'seed'),
+  'loss': ('kl_weight',),
+  'validation': ('sequences', 'prompt_length', 'tokens'),
+  'decode': ('k', 'temperature', 'max_new_tokens', 'prompt_length'),
+  'speedup': ('batches', 'temperatures', 'ks', 'prompts', 'repeats'),
+}
+
+
+def early(page):
+  """A configuration from before all that was added."""
+  found = {
+    section: {key: page[section][key] for key in keys}
+    for section, keys in EARLY.items()
+  }
+  model = {key: page['draft']['model'][key] for key in SIZES}
+  return {**found, 'draft': {'drafter': 'model', 'model': model}}
 
 
 def test_what_was_added_to_pages_does_in_older_runs_what_they_did():
   page = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py').to_dict()
-  added = {**runs._ADDED, 'data': None}
-  old = without(page, added)
-  assert 'data' not in old and set(old['loss']) == {'kl_weight'}
-  assert 'path' not in old['target'] and 'draft_length' not in old['decode']
-  found = runs.complete(copy.deepcopy(old))
+  found = runs.complete(early(page))
   # An arm that was not asked for then is not run now.
   page['speedup']['controllers'] = ()
-  assert found == page
+  assert found == {key: page[key] for key in found}
+  assert set(page) - set(found) == {'ablation', 'draft_sizes', 'workdir'}
   settings.check(found)
 
 
 def test_a_run_from_before_is_opened_and_gone_on_with(tmp_path):
-  old = without(PAGE, {**runs._ADDED, 'data': None})
+  old = early(PAGE)
   runs.write_json(tmp_path / 'config.json', old)
   (tmp_path / 'corpus.json').touch()
   found = Workspace.look_at(tmp_path, runs.read_json(tmp_path / 'config.json'))

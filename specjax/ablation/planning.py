@@ -225,6 +225,7 @@ def _common(
   if 'decode.temperature' in free:
     free.add('loss.temperature')  # that of the decode warp
   found = trained_with(runs.complete(json.loads(json.dumps(config))))
+  found = json.loads(json.dumps(found))  # a copy, to be cut down
   for key in free:
     *path, last = key.split('.')
     section = found

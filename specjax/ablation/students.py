@@ -112,7 +112,8 @@ def train(
   def step(state, batch):
     nonlocal sound
     state, scalars = program(state, target, batch, weights)
-    sound &= jnp.isfinite(sum(scalars.values()))
+    now = jnp.isfinite(sum(scalars.values()))
+    sound = jnp.where(sound.all(), now, sound)  # who was the first
     return state, {name: value.max() for name, value in scalars.items()}
 
   def evaluate(drafters):
@@ -146,6 +147,8 @@ def train(
       tokens=c['batch'] * workspace.config['corpus']['window'],
     )
   except FloatingPointError as error:
+    if sound.all():
+      raise  # of text that was to be written
     who = ', '.join(
       f'KL weight {one.kl_weight:g} and seed {one.seed}'
       for one, fine in zip(students, sound.tolist(), strict=True)

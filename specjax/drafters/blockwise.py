@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.heads import HeadsDrafter
+from specjax.heads import HeadsDrafter, section
 from specjax.types import Array, pytree
 
 
@@ -44,10 +44,10 @@ class FeedForwardHead:
 def build(config, target, rngs) -> HeadsDrafter:
   """Reads `k` and, under `blockwise`, what the heads are like.
 
-  There are `heads` of them (k unless it is given), with `hidden` units each (as
-  many as the target's layers have).
+  There are `heads` of them, with `hidden` units each (as many as the target's
+  layers have).
   """
-  c = config.get('blockwise', {})
+  c = section(config, 'blockwise')
   width, hidden = target.width, c.get('hidden', target.hidden)
   heads = tuple(
     FeedForwardHead(
@@ -55,6 +55,6 @@ def build(config, target, rngs) -> HeadsDrafter:
       jax.random.normal(rngs.params(), (width, hidden)) / math.sqrt(width),
       jnp.zeros((hidden, width)),
     )
-    for _ in range(c.get('heads', config['k']))
+    for _ in range(c['heads'])
   )
   return HeadsDrafter(heads, config['k'])

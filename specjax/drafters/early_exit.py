@@ -120,7 +120,14 @@ def build(config, target, rngs) -> EarlyExit:
   """Reads `k` and `layers` (else a third of the target's).
 
   The adapter begins at zero, as the exit as it is.
+
+  Raises:
+    ValueError: the target has fewer layers.
   """
   layers = config.get('layers') or max(1, target.layers // 3)
+  if layers > target.layers:
+    raise ValueError(
+      f'draft.layers is {layers}: the target has {target.layers} to leave early'
+    )
   adapter = jnp.zeros((target.width, target.width))
   return EarlyExit(layers, config['k'], adapter)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.candidates import CandidateTree, full_tree
-from specjax.heads import HeadsDrafter
+from specjax.heads import HeadsDrafter, section
 from specjax.types import Array, pytree
 
 
@@ -40,16 +40,16 @@ class ResidualHead:
 def build(config, target, rngs) -> HeadsDrafter:
   """Reads `k` and, under `medusa`, what the heads and perhaps a tree are like.
 
-  There are `heads` of them (k unless it is given), of `layers` (1) each. They
-  draft a chain, or a tree of `branching` or of `paths`; see `CandidateTree`.
+  There are `heads` of them, of `layers` (1) each. They draft a chain, or a tree
+  of `branching` or of `paths`; see `CandidateTree`.
   Nothing is random: all seeds begin alike.
   """
-  c = config.get('medusa', {})
+  c = section(config, 'medusa')
   shape = target.width, target.width
   heads = tuple(
     # Arrays of their own, since a donated state may not alias.
     ResidualHead(tuple(jnp.zeros(shape) for _ in range(c.get('layers', 1))))
-    for _ in range(c.get('heads', config['k']))
+    for _ in range(c['heads'])
   )
   paths = c.get('paths')
   if 'branching' in c:

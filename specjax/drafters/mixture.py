@@ -27,8 +27,8 @@ class MixtureMemory(NamedTuple):
 class Mixture:
   """Copies in the rows where a match is found, samples in the others.
 
-  Where every row has a match the draft model is not run at all; what it then
-  has not read it catches up on when it is asked again. Which of the two drafts
+  Where every row, those that are done too, has a match the draft model is not
+  run at all; what it then has not read it catches up on when it is asked again. Which of the two drafts
   depends on the text alone, and never on what would be drawn.
 
   Attributes:
@@ -54,13 +54,15 @@ class Mixture:
 
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """A chain per row, either copied or sampled."""
-    k, given = self.model.k, (target, cache)
+    k = self.model.k
     if k == 0:
       draft, own = self.model.propose(
-        *given, memory.model, keys, tokens, length, limit
+        target, cache, memory.model, keys, tokens, length, limit
       )
       return draft, MixtureMemory(own, jnp.zeros_like(memory.copied))
-    found, _ = self.lookup.propose(*given, (), keys, tokens, length, limit)
+    found, _ = self.lookup.propose(
+      target, cache, (), keys, tokens, length, limit
+    )
     copied = found.valid[:, 0]
     nodes = k if limit is None else limit.nodes
 
@@ -72,7 +74,7 @@ class Mixture:
 
     rest = Limit(jnp.where(copied.all(), 0, nodes), go_on)
     drawn, own = self.model.propose(
-      *given, memory.model, keys, tokens, length, rest
+      target, cache, memory.model, keys, tokens, length, rest
     )
     if drawn.parents is not None:
       raise ValueError('a mixture is of chains: its model drafts a tree')

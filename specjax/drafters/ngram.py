@@ -79,6 +79,5 @@ class NGram:
 
 
 def build(config, target, rngs) -> NGram:
-  """Reads `k`, and `n` and `least` if they are there."""
-  options = {name: config[name] for name in ('n', 'least') if name in config}
-  return NGram(config['k'], **options)
+  """Reads `k`."""
+  return NGram(config['k'])
