@@ -180,7 +180,8 @@ DIVERGENCES = {
 }
 
 
-# Their keyword arguments; one of your own has none but its defaults.
+# The keyword arguments that a configuration gives them. A function of your own
+# keeps its defaults.
 NUMBERS = {'jsd': ('beta',), 'hybrid': ('eta',)}
 
 
@@ -189,15 +190,13 @@ def find(name: str, **numbers: float) -> Divergence:
 
   Args:
     name: a key of `DIVERGENCES`, or 'module:function' for one of your own.
-    **numbers: for keyword arguments; those that it has none of, by `NUMBERS`,
-      are passed over.
+    **numbers: values of its keyword arguments, of `NUMBERS`.
 
   Raises:
     ValueError: there is none.
   """
   divergence = names.function(name, DIVERGENCES, 'divergence')
-  own = {key: numbers[key] for key in NUMBERS.get(name, ()) if key in numbers}
-  return functools.partial(divergence, **own) if own else divergence
+  return functools.partial(divergence, **numbers) if numbers else divergence
 
 
 def expected_length(surprise: Array, valid: Array, k: int) -> Array:

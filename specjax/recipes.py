@@ -49,12 +49,10 @@ def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
   if c['at_decode_warp']:
     theirs = warps.temperature(c['temperature'])
     own = theirs if c['temperature'] else own
+  numbers = {name: c[name] for name in losses.NUMBERS.get(c['divergence'], ())}
   return functools.partial(
     distill.distill_loss,
-    divergence=losses.find(
-      c['divergence'],
-      **{name: c[name] for name in ('beta', 'eta') if name in c},
-    ),
+    divergence=losses.find(c['divergence'], **numbers),
     warps=(theirs, own),
     horizon_decay=c['horizon_decay'],
     lookahead=c['lookahead'],

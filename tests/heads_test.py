@@ -3,7 +3,6 @@
 The conformance suites have them too; here is what only heads owe.
 """
 
-import copy
 import dataclasses
 import itertools
 

@@ -28,8 +28,9 @@ class Mixture:
   """Copies in the rows where a match is found, samples in the others.
 
   Where every row, those that are done too, has a match the draft model is not
-  run at all; what it then has not read it catches up on when it is asked again. Which of the two drafts
-  depends on the text alone, and never on what would be drawn.
+  run at all; what it then has not read it catches up on when it is asked again.
+  Which of the two drafts depends on the text alone, and never on what would be
+  drawn.
 
   Attributes:
     lookup: asked first. Its `least` says how long a match is to be trusted.
