@@ -27,8 +27,8 @@ class Contrastive:
 
   Features are those of the expert, then those of the amateur; taps are the
   expert's. Where the amateur rules out what the expert finds plausible, the law
-  is NaN unless β is 0, and decoding says so. It is NaN too where end tokens alone
-  are plausible and `min_new_tokens` bans them, since the mask comes first.
+  is NaN unless β is 0, and decoding says so. It is NaN too where nothing is
+  plausible but end tokens and `min_new_tokens` bans them: the mask comes first.
 
   Attributes:
     expert: p.
