@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from specjax import distill, losses, optimizing, recipes, warps
+from specjax import distill, losses, optimizing, recipes, runs, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -95,7 +95,9 @@ def test_a_divergence_is_taken_at_every_position_of_the_decoded_laws(name):
       'loss': {'divergence': name, 'at_decode_warp': warped},
       'decode': {'temperature': 0.5},
     }
-    total, count = recipes.loss(config)(drafter, target, batch, weights)
+    total, count = recipes.loss(runs.complete(config))(
+      drafter, target, batch, weights
+    )
     apart = losses.find(name)(q / temperature, log_softmax(p / temperature))
     wanted = weights.ce * ce + weights.divergence * by_hand(apart, batch)
     assert total == pytest.approx(wanted, rel=1e-4)
@@ -108,7 +110,9 @@ def test_at_temperature_zero_the_draft_learns_the_maximum():
   batch = windows()
   q, p = laws(drafter, target, batch)
   loss = recipes.loss(
-    {'loss': {'at_decode_warp': True}, 'decode': {'temperature': 0.0}}
+    runs.complete(
+      {'loss': {'at_decode_warp': True}, 'decode': {'temperature': 0.0}}
+    )
   )
   total, _ = loss(drafter, target, batch, distill.objective(float('inf')))
   wanted = by_hand(losses.cross_entropy(q, p.argmax(-1)), batch)
@@ -159,7 +163,7 @@ def test_a_lookahead_is_the_length_of_drafts_within_a_document():
       if weight[b, t + 1 : end + 1].all():
         wanted -= rates[b, t:end].prod()
   config = {'divergence': 'neg_log_acceptance', 'lookahead': k}
-  loss = recipes.loss({'loss': config})
+  loss = recipes.loss(runs.complete({'loss': config}))
   goal = distill.objective(float('inf'))
   total, count = loss(drafter, target, batch, goal)
   assert total == pytest.approx(wanted, rel=1e-5)
@@ -245,7 +249,7 @@ def largest(loss, rows, length, vocab):
 @pytest.mark.parametrize('name', ['forward_kl', 'jsd'])
 def test_no_array_of_all_logits_exists(name):
   rows, length, vocab = 1, 256, 150_000
-  loss = recipes.loss({'loss': {'divergence': name}})
+  loss = recipes.loss(runs.complete({'loss': {'divergence': name}}))
   most, temporary = largest(loss, rows, length, vocab)
   assert most == rows * distill.CHUNK * vocab  # a chunk's do
   assert temporary < rows * length * vocab * 4
