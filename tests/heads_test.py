@@ -522,7 +522,8 @@ def test_a_page_says_what_the_heads_are_like():
 
 @pytest.mark.slow
 def test_a_run_s_heads_are_distilled_and_decoded(tmp_path):
-  run = recipes_test.workspace(tmp_path, draft={'drafter': 'blockwise'})
+  draft = {'drafter': 'blockwise', 'blockwise': {'heads': 2}}
+  run = recipes_test.workspace(tmp_path, draft=draft)
   target = run.new_target(0)
   checkpoint.save_model(
     run.folder / 'target', target, {'tokenizer': run.tokenizer.hash}
