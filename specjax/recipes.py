@@ -28,9 +28,6 @@ from specjax.workspace import Workspace
 # of its checkpoints could not be compared.
 DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'data', 'validation')
 
-# Of the rows of a batch, where nothing is written.
-CORPUS_ONLY = {'corpus': 1.0, 'target': 0.0, 'draft': 0.0}
-
 
 def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
   """`distill.distill_loss` as the section `loss` of a configuration has it.
@@ -245,4 +242,4 @@ def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:
 def _data_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
   """Where nothing is written, how it would be makes no difference."""
   c = config['data']
-  return dict(c if c['target'] or c['draft'] else CORPUS_ONLY)
+  return dict(c if c['target'] or c['draft'] else sources.CORPUS_ONLY)

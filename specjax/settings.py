@@ -132,7 +132,7 @@ def check(config: Mapping[str, Any]) -> None:
 def _check_data(config: Mapping[str, Any]) -> None:
   """Refuses shares that are none, and text that cannot be written."""
   wanted = config['data']
-  shares = {f'data.{name}': wanted[name] for name in sources.SOURCES}
+  shares = {f'data.{name}': wanted[name] for name in sources.CORPUS_ONLY}
   for path, share in shares.items():
     if not 0 <= share < math.inf:
       raise ValueError(f'{path} is {share}: it must be 0 or positive')

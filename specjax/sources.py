@@ -34,7 +34,8 @@ from specjax import data, logs, texts, warps
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Drafter, LanguageModel
 
-SOURCES = ('corpus', 'target', 'draft')  # in the order they are in a batch
+# Of the rows of a batch; the sources by name, in the order that they are in it.
+CORPUS_ONLY = {'corpus': 1.0, 'target': 0.0, 'draft': 0.0}
 
 Source = Callable[[int, Any], tuple[Sequence[Batch], int]]
 

@@ -179,11 +179,11 @@ def begin(
       message lists them.
   """
   path = folder / 'config.json'
-  free, old = set(axes), {}
+  free = set(axes)
   if any(folder.glob('*/*/students.json')):
     old = runs.read_json(path)
     free |= set(old['axes'])
-    before = {**config, **old['config']}
+    before = {**config, **runs.complete(old['config'])}
     runs.refuse_changes(
       folder, _common(before, free), _common(config, free), TRAINED
     )
@@ -224,8 +224,7 @@ def _common(
   free = {*free, KL_WEIGHT}
   if 'decode.temperature' in free:
     free.add('loss.temperature')  # that of the decode warp
-  found = trained_with(runs.complete(json.loads(json.dumps(config))))
-  found = json.loads(json.dumps(found))  # a copy, to be cut down
+  found = json.loads(json.dumps(trained_with(config)))  # a copy to cut down
   for key in free:
     *path, last = key.split('.')
     section = found
