@@ -61,15 +61,17 @@ def best_of_ten(*programs):
 
 
 def ratio(ours, theirs, bound):
-  """Of the best times. Another process only adds, so three chances to be best.
+  """Of the best times, of up to fifty each.
 
-  Ten of either are a fraction of a second, which one disturbance can cover.
+  Another process only adds, and may do so for minutes: what is best so far is
+  kept, and more is measured only while the bound is not met.
   """
-  for _ in range(3):
-    one, other = best_of_ten(ours, theirs)
-    if one < bound * other:
+  best = np.full(2, np.inf)
+  for _ in range(5):
+    best = np.minimum(best, best_of_ten(ours, theirs))
+    if best[0] < bound * best[1]:
       break
-  return one / other
+  return best[0] / best[1]
 
 
 def plain_loop(model, tokens, row, count):
@@ -203,10 +205,14 @@ def test_a_round_costs_little_more_than_its_forwards(target, draft):
   assert cost < 1.15
 
 
-def test_fallback_behind_a_bad_draft_costs_little_more_than_plain(
+def test_fallback_behind_a_bad_draft_keeps_nearly_all_that_k_8_loses(
   target, draft
 ):
-  """256 tokens, in which it falls from K = 8 and probes a few times."""
+  """256 tokens, in which it falls from K = 8 and probes a few times.
+
+  The bound is a share of the loss, for what a drafted token costs next to a
+  plain one is the machine's: a fixed percentage would be a test of that.
+  """
   k, new = 8, 256
   sharp = warps.Temperature(0.05)  # what a flat draft seldom guesses
   rule = verify.as_pytree(verify.rejection)
@@ -236,7 +242,9 @@ def test_fallback_behind_a_bad_draft_costs_little_more_than_plain(
   stats = fallback()
   assert stats.accepted.sum() < 0.1 * new  # the draft is bad
   assert stats.lengths[0, 0] > 0.8 * new
-  cost = ratio(fallback, plain, 1.08)
-  fixed = ratio(decoding(bad), plain, 1.08)
+  fixed = ratio(decoding(bad), plain, 1.0)
+  bound = 1 + (fixed - 1) / 5
+  cost = ratio(fallback, plain, bound)
   print(f'fallback / plain: {cost:.3f}, K = 8 / plain: {fixed:.3f}')
-  assert cost < 1.08 < fixed
+  assert 1.3 < fixed
+  assert cost < bound
