@@ -30,6 +30,18 @@ class Cache(NamedTuple):
   length: Array
 
 
+def after(features: Array, rows: Any) -> Any:
+  """A block's rows, made to depend on its features `[B, M, D]`.
+
+  Rows are known before their attention has read the cache, and XLA would copy
+  every buffer so as to write them early. Made to depend on what comes last,
+  they are written in place. (A barrier does not achieve it.) The condition only
+  fails where the rule would meet a NaN.
+  """
+  sound = jnp.isfinite(features[..., -1])[:, None, :, None]
+  return jax.tree.map(lambda r: jnp.where(sound, r, 0), rows)
+
+
 def commit(cache: Cache, rows: Any, kept: Array, chain: bool) -> Cache:
   """Writes the kept rows of a block behind the committed ones, packed.
 
@@ -74,8 +86,9 @@ def attend(
 
   Args:
     query: `[B, heads, M, D]`.
-    block: keys and values `[B, kv_heads, M, D]` of the block.
-    visible: `[B or 1, M, M]` bool, which nodes of the block a node sees.
+    block: keys and values `[B, kv_heads, R, D]`, of the block or of more
+      nodes.
+    visible: `[B or 1, M, R]` bool, which rows of the block a node sees.
     cached: keys and values `[B, kv_heads, S, D]`, or None.
     length: `[B]` how many of them count, or None.
 

@@ -46,6 +46,23 @@ def product(subscripts: str, x: Array, y: Array) -> Array:
   return _forward(subscripts, x, y)[0]
 
 
+def dot(x: Array, weight: Array, axis: int = 0) -> Array:
+  """Product of the last axis of `x` with one of the weight's two.
+
+  Weights stay in their dtype (no conversion per call); sums are float32.
+  """
+  if rounded():
+    flat = x.reshape(-1, x.shape[-1])
+    terms = 'td,fd->tf' if axis else 'td,df->tf'
+    return product(terms, flat, weight).reshape(*x.shape[:-1], -1)
+  return jax.lax.dot_general(
+    x.astype(weight.dtype),
+    weight,
+    (((x.ndim - 1,), (axis,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+
+
 def _einsum(subscripts, x, y):
   return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 

@@ -14,6 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specjax import products
 from specjax.heads import HeadsDrafter, section
 from specjax.types import Array, pytree
 
@@ -38,7 +39,8 @@ class FeedForwardHead:
 
   def __call__(self, features: Array) -> Array:
     """`[..., D]` to `[..., D]`."""
-    return features + jax.nn.relu(features @ self.inner) @ self.outer
+    inner = jax.nn.relu(products.dot(features, self.inner))
+    return features + products.dot(inner, self.outer)
 
 
 def build(config, target, rngs) -> HeadsDrafter:

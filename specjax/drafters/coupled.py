@@ -22,9 +22,13 @@ class CoupledDrafter(model.ModelDrafter):
 
   siblings = 'coupled'
 
-  def _draw(self, keys, position, i, logits):
+  def _draw(self, keys, length):
     fold = jax.vmap(jax.random.fold_in)
-    return jax.vmap(draws.gumbel)(fold(keys.target, position), logits)
+
+    def draw(i, law):
+      return jax.vmap(draws.gumbel)(fold(keys.target, length + i), law)
+
+    return draw
 
 
 def build(config, target, rngs) -> CoupledDrafter:

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax import draws, warps
+from specjax import chains, products, warps
 from specjax.cache import Cache
 from specjax.types import Array, Block, Draft, Warp, pytree
 
@@ -65,32 +65,21 @@ class EarlyExit:
     block = Block(jnp.zeros((batch, self.k), jnp.int32))
     shapes = jax.eval_shape(shallow.extend, block, cache)[1]
     rows = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    most = self.k if limit is None else limit.nodes
-    fold = jax.vmap(jax.random.fold_in, (0, None))
 
-    def going(carry):
-      i, *_, active = carry
-      return (i < most) & active.any()
-
-    def grow(carry):
-      i, rows, token, chain, laws, count, active = carry
+    def step(i, token, rows):
       output, rows = shallow.follow(token[:, None], cache, rows, i)
-      logits = self.unembed(target, self._adapt(output.features)[:, 0])
-      if limit is not None and limit.go_on is not None:
-        active &= limit.go_on(i, logits)
-      logits = self.warp(logits)
-      token = jax.vmap(draws.inverse_cdf)(fold(keys.draft, i), logits)
-      chain, laws = chain.at[:, i].set(token), laws.at[:, i].set(logits)
-      return i + 1, rows, token, chain, laws, count + active, active
+      return self.unembed(target, self._adapt(output.features)[:, 0]), rows
 
-    pending = jnp.take_along_axis(tokens, length[:, None] - 1, 1)[:, 0]
-    chain = jnp.zeros((batch, self.k), jnp.int32)
-    laws = jnp.zeros((batch, self.k, target.vocab_size), jnp.float32)
-    none, all_rows = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
-    start = 0, rows, pending, chain, laws, none, all_rows
-    _, _, _, chain, laws, count, _ = jax.lax.while_loop(going, grow, start)
-    valid = None if limit is None else jnp.arange(self.k) < count[:, None]
-    return Draft(chain, logits=laws, valid=valid), memory
+    draft, _, _ = chains.grow(
+      step,
+      rows,
+      jnp.take_along_axis(tokens, length[:, None] - 1, 1)[:, 0],
+      k=self.k,
+      draw=chains.by_slot(keys.draft),
+      warp=self.warp,
+      limit=limit,
+    )
+    return draft, memory
 
   def observe(self, target, memory, block, kept, output):
     """Nothing to learn that the target's cache does not hold."""
@@ -113,7 +102,7 @@ class EarlyExit:
   def _adapt(self, features: Array) -> Array:
     if self.adapter is None:
       return features
-    return features + features @ self.adapter
+    return features + products.dot(features, self.adapter)
 
 
 def build(config, target, rngs) -> EarlyExit:

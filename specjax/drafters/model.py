@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax import draws, warps
+from specjax import chains, warps
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Array, Block, Draft, LanguageModel, Warp, pytree
 
@@ -79,51 +79,28 @@ class ModelDrafter:
     most = self.k if limit is None else limit.nodes
     own, features = self.catch_up(memory.cache, tokens, length, most > 0)
 
-    def draw(i, features, active):
-      logits = self.model.unembed(features[:, 0])
-      if limit is not None and limit.go_on is not None:
-        active &= limit.go_on(i, logits)
-      logits = self.warp(logits)
-      return self._draw(keys, length + i, i, logits), logits, active
+    def first():
+      return self.model.unembed(features[:, 0])
 
-    def nothing(i, features, active):
-      shapes = jax.eval_shape(draw, i, features, active)
-      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    active = jnp.ones(batch, bool)
-    if limit is None:
-      token, logits, active = draw(0, features, active)
-    else:
-      token, logits, active = jax.lax.cond(
-        most > 0, draw, nothing, 0, features, active
-      )
-
-    def going(carry):
-      i, *_, active = carry
-      return (i < most) & active.any()
-
-    def grow(carry):
-      i, own, chain, laws, count, active = carry
-      token = jax.lax.dynamic_slice_in_dim(chain, i - 1, 1, 1)
-      output, rows = self.model.extend(Block(token), own)
+    def step(i, token, own):
+      output, rows = self.model.extend(Block(token[:, None]), own)
       own = self.model.commit(own, rows, jnp.ones((batch, 1), bool))
-      token, logits, active = draw(i, output.features, active)
-      chain = chain.at[:, i].set(token)
-      laws = laws.at[:, i].set(logits)
-      return i + 1, own, chain, laws, count + active, active
+      return self.model.unembed(output.features[:, 0]), own
 
-    chain = jnp.zeros((batch, self.k), jnp.int32).at[:, 0].set(token)
-    laws = jnp.zeros((batch, self.k, logits.shape[-1]), logits.dtype)
-    laws = laws.at[:, 0].set(logits)
-    start = 1, own, chain, laws, active.astype(jnp.int32), active
-    # A loop, not an unrolled chain: one compiled step for every k.
-    fed, own, chain, laws, count, _ = jax.lax.while_loop(going, grow, start)
-    valid = None if limit is None else jnp.arange(self.k) < count[:, None]
-    draft = Draft(chain, logits=laws, valid=valid, siblings=self.siblings)
+    draft, fed, own = chains.grow(
+      step,
+      own,
+      jnp.zeros(batch, jnp.int32),
+      k=self.k,
+      draw=self._draw(keys, length),
+      warp=self.warp,
+      limit=limit,
+      first=first,
+    )
+    draft = dataclasses.replace(draft, siblings=self.siblings)
     # The pending token and all but the last drafted one lie in the cache, but
     # only `observe` learns which of them came true.
     own = own._replace(length=jnp.where(most > 0, length - 1, own.length))
-    fed = jnp.where(most > 0, fed, 0)
     return draft, ModelMemory(own, jnp.full_like(length, fed))
 
   def observe(self, target, memory, block, kept, output):
@@ -181,10 +158,9 @@ class ModelDrafter:
       )
     return carry
 
-  def _draw(self, keys, position, i, logits):
-    """Tokens `[B]` of node i, which would stand at `position` `[B]`."""
-    fold = jax.vmap(jax.random.fold_in, (0, None))
-    return jax.vmap(draws.inverse_cdf)(fold(keys.draft, i), logits)
+  def _draw(self, keys, length) -> chains.Draw:
+    """How node i is drawn, which would stand at `length + i`."""
+    return chains.by_slot(keys.draft)
 
   def _feed(self, own, tokens, end, size):
     """Feeds the next `size` tokens behind the cache, as far as `end` `[B]`."""

@@ -105,8 +105,8 @@ class Layer(nnx.Module):
     there first, and is looked back from over all of them.
     """
     c, size = self.config, self.config.head_size
-    y = _norm(x, self.attention_norm[...], c.norm_eps)
-    qkv = _dot(y, self.qkv[...]).reshape(*x.shape[:2], -1, size)
+    y = norm(x, self.attention_norm[...], c.norm_eps)
+    qkv = products.dot(y, self.qkv[...]).reshape(*x.shape[:2], -1, size)
     qkv = qkv.transpose(0, 2, 1, 3)
     rotated = _rotate(qkv[:, : c.heads + c.kv_heads], angles)
     keys = rotated[:, c.heads :].astype(c.dtype)
@@ -120,10 +120,15 @@ class Layer(nnx.Module):
       rotated[:, : c.heads], (keys, values), visible, cached, length
     )
     mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-    x = x + _dot(mixed, self.proj[...])
-    y = _dot(_norm(x, self.hidden_norm[...], c.norm_eps), self.gate_up[...])
+    x = x + products.dot(mixed, self.proj[...])
+    y = products.dot(
+      norm(x, self.hidden_norm[...], c.norm_eps), self.gate_up[...]
+    )
     gate, up = jnp.split(y, 2, -1)
-    return x + _dot(jax.nn.silu(gate) * up, self.down[...]), (keys, values)
+    return x + products.dot(jax.nn.silu(gate) * up, self.down[...]), (
+      keys,
+      values,
+    )
 
 
 class Transformer(nnx.Module):
@@ -175,12 +180,7 @@ class Transformer(nnx.Module):
     visible = trees.ancestors(block.parents, block.tokens.shape[1])
     positions = cache.length[:, None] + trees.depths(visible)
     output, rows = self._run(block.tokens, positions, visible, cache, taps)
-    # A layer's rows are known before its attention has read the cache, and XLA
-    # would copy every buffer so as to write them early. Made to depend on what
-    # comes last, they are written in place. (A barrier does not achieve it.)
-    # The condition only fails where the rule would meet a NaN.
-    sound = jnp.isfinite(output.features[..., -1])[:, None, :, None]
-    return output, jax.tree.map(lambda r: jnp.where(sound, r, 0), rows)
+    return output, caches.after(output.features, rows)
 
   def follow(
     self, tokens: Array, cache: caches.Cache, rows: tuple, at: Array
@@ -268,22 +268,20 @@ class Transformer(nnx.Module):
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
-    return _dot(features, head[...], axis=1)
+    return products.dot(features, head[...], axis=1)
 
   def _run(self, tokens, positions, visible, cache, taps, chain=None):
-    c, half = self.config, self.config.head_size // 2
-    frequencies = c.rope_theta ** (-jnp.arange(half) / half)
-    angles = positions[:, None, :, None] * frequencies
+    c, turns = self.config, angles(self.config, positions)
     x = self.embed(tokens)
     streams, rows = [x], []
     call = jax.checkpoint(Layer.__call__) if c.remat else Layer.__call__
     for i, layer in enumerate(self.layers):
       cached, length = (cache.rows[i], cache.length) if cache else (None, None)
       earlier = chain and (chain[0][i], chain[1])
-      x, row = call(layer, x, angles, visible, cached, length, earlier)
+      x, row = call(layer, x, turns, visible, cached, length, earlier)
       streams.append(x)
       rows.append(row)
-    features = _norm(x, self.norm[...], c.norm_eps)
+    features = norm(x, self.norm[...], c.norm_eps)
     tapped = tuple(streams[t + 1] for t in taps)
     return Output(features, tapped), tuple(rows)
 
@@ -293,8 +291,16 @@ def _weight(rngs, config, shape, scale=0.02):
   return nnx.Param(values.astype(config.dtype))
 
 
-def _norm(x: Array, scale: Array, eps: float) -> Array:
+def norm(x: Array, scale: Array, eps: float) -> Array:
+  """RMSNorm of `[..., D]`. (Zhang & Sennrich 2019, arXiv 1910.07467)"""
   return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+
+
+def angles(config: TransformerConfig, positions: Array) -> Array:
+  """Rotations `[B, 1, M, head_dim / 2]` at positions `[B, M]`."""
+  half = config.head_size // 2
+  frequencies = config.rope_theta ** (-jnp.arange(half) / half)
+  return positions[:, None, :, None] * frequencies
 
 
 def _rotate(x: Array, angles: Array) -> Array:
@@ -302,21 +308,3 @@ def _rotate(x: Array, angles: Array) -> Array:
   a, b = jnp.split(x, 2, -1)
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _dot(x: Array, weight: Array, axis: int = 0) -> Array:
-  """Product of the last axis of `x` with one of the weight's two.
-
-  Weights stay in their dtype (no conversion per call); sums are float32.
-  """
-  if products.rounded():
-    flat = x.reshape(-1, x.shape[-1])
-    terms = 'td,fd->tf' if axis else 'td,df->tf'
-    rounded = products.product(terms, flat, weight)
-    return rounded.reshape(*x.shape[:-1], -1)
-  return jax.lax.dot_general(
-    x.astype(weight.dtype),
-    weight,
-    (((x.ndim - 1,), (axis,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
