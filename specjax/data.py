@@ -286,3 +286,22 @@ def _weight(segments: np.ndarray) -> np.ndarray:
   weight = np.zeros(segments.shape, np.float32)
   weight[..., 1:] = segments[..., 1:] == segments[..., :-1]
   return weight * (segments > 0)
+
+
+def frequent(ids: np.ndarray, vocab_size: int, count: int) -> list[int]:
+  """The most frequent tokens of a text, by id; of equals the lower ids.
+
+  Args:
+    ids: `[N]`.
+    vocab_size: V.
+    count: how many.
+
+  Raises:
+    ValueError: there are fewer.
+  """
+  if count > vocab_size:
+    raise ValueError(
+      f'draft.vocab_size is {count}: the tokenizer has {vocab_size} tokens'
+    )
+  times = np.bincount(ids, minlength=vocab_size)
+  return np.sort(np.argsort(-times, kind='stable')[:count]).tolist()

@@ -38,6 +38,7 @@ from specjax.types import (
   Seen,
   Verifier,
   Warp,
+  taps,
 )
 from specjax.verify import EMPTY_RESIDUAL, NAN
 
@@ -175,7 +176,7 @@ def step(
   propose = functools.partial(
     drafter.propose, target, s.cache, s.memory, keys, s.tokens, s.length
   )
-  score = functools.partial(_score, target, verify, warp, eos, s)
+  score = functools.partial(_score, target, taps(drafter), verify, warp, eos, s)
   limit = controller.limit(s.control)
   limits = () if limit is None else (_of_live_rows(limit, ~s.done),)
   draft, memory = propose(*limits)
@@ -318,7 +319,7 @@ def prefill(
     start, cache, memory = carry
     chunk = jax.lax.dynamic_slice_in_dim(padded, start, CHUNK, 1)
     block = Block(chunk)
-    output, rows = target.extend(block, cache)
+    output, rows = target.extend(block, cache, taps(drafter))
     kept = start + jnp.arange(CHUNK) < length[:, None] - 1
     cache = target.commit(cache, rows, kept)
     memory = drafter.observe(target, memory, block, kept, output)
@@ -410,10 +411,10 @@ def _noise(accept_keys, target_keys, length, n) -> Noise:
   return Noise(log_u, draw_keys)
 
 
-def _score(target, verify, warp, eos, state, draft, noise) -> Scored:
+def _score(target, taps, verify, warp, eos, state, draft, noise) -> Scored:
   """The target's pass over a draft, and the rule."""
   block = _block(state, draft)
-  output, rows = target.extend(block, state.cache)
+  output, rows = target.extend(block, state.cache, taps)
   position = state.length[:, None] + _depths(block)
   early = position < state.earliest[:, None]
   log_p = _law(target, warp, eos, output.features, early)

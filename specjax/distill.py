@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import losses, metrics
-from specjax.types import Array, Batch, LanguageModel, Trainable, Warp
+from specjax.types import Array, Batch, LanguageModel, Trainable, Warp, taps
 
 CHUNK = 32  # positions whose logits exist at a time
 
@@ -97,7 +97,7 @@ def distill_loss(
     ValueError: if a lookahead is asked of a drafter of several horizons.
   """
   target = jax.lax.stop_gradient(target)
-  output = target.forward(batch.tokens, batch.segments)
+  output = target.forward(batch.tokens, batch.segments, taps(drafter))
   scored = drafter.score(target, batch, output)
   if lookahead and scored.shape[2] > 1:
     raise ValueError(
@@ -109,6 +109,8 @@ def distill_loss(
     logits = drafter.unembed(target, own)
     log_p = jax.nn.log_softmax(warps[0](target.unembed(theirs)))
     ce = losses.cross_entropy(logits, labels)
+    # A draft of a part of the vocabulary cannot learn to say the others.
+    ce = jnp.where(ce < jnp.inf, ce, 0.0)
     return ce, divergence(warps[1](logits), log_p)
 
   total, count = jnp.zeros(()), jnp.zeros(())
@@ -146,7 +148,7 @@ def measure(
   Raises:
     ValueError: the drafter has several horizons, and fewer than k.
   """
-  output = target.forward(batch.tokens, batch.segments)
+  output = target.forward(batch.tokens, batch.segments, taps(drafter))
   scored = drafter.score(target, batch, output)
   horizons = scored.shape[2]
   if 1 < horizons < k:
@@ -210,7 +212,7 @@ def rank_accuracy(
     Weighted sums and their weights, `[H, R]` each, to be added over batches and
     divided: what `candidates.sparse_tree` wants to know.
   """
-  output = target.forward(batch.tokens, batch.segments)
+  output = target.forward(batch.tokens, batch.segments, taps(drafter))
   scored = drafter.score(target, batch, output)
 
   def hits(own, labels):

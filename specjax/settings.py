@@ -33,6 +33,7 @@ _LEAST = {
   'accumulate': 1,
   'batch': 1,
   'batches': 1,
+  'beam': 1,
   'controlled_k': 1,
   'eval_every': 1,
   'eval_windows': 1,
@@ -44,6 +45,7 @@ _LEAST = {
   'layers': 1,
   'lookahead': 0,
   'max_new_tokens': 1,
+  'nodes': 1,
   'others': 1,
   'patience': 0,
   'prompt_length': 1,
@@ -57,7 +59,9 @@ _LEAST = {
   'timed_prompts': 0,
   'together': 1,
   'tokens': 1,
+  'unroll': 1,
   'warmup': 0,
+  'vocab_size': 0,
   'width': 1,
   'window': 2,
 }
@@ -180,7 +184,15 @@ def _build(
   wanted = TransformerConfig(2, 2, 1, 1, 1, 1)
   if target and not target['path']:
     wanted = TransformerConfig(vocab_size=2, **sizes(target))
-  return jax.eval_shape(lambda: build({**draft, 'k': k}, wanted, nnx.Rngs(0)))
+  count = draft.get('vocab_size', 0)
+  config = {**draft, 'k': k, 'vocabulary': range(count)}
+  drafter = jax.eval_shape(lambda: build(config, wanted, nnx.Rngs(0)))
+  if count and not getattr(drafter, 'vocabulary', ()):
+    raise ValueError(
+      f'draft.vocab_size is {count}, and draft.drafter {draft["drafter"]!r}'
+      ' drafts of the whole vocabulary: it must be 0'
+    )
+  return drafter
 
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:
@@ -217,6 +229,10 @@ def _check_without_text(config: Mapping[str, Any]) -> None:
   if config['data']['corpus']:
     raise ValueError(
       f'{none}: data.corpus must be 0, and data.target or data.draft the rest'
+    )
+  if config['draft'].get('vocab_size'):
+    raise ValueError(
+      f'{none}: there is no text to count tokens in, draft.vocab_size must be 0'
     )
   for section in ('data', 'validation', 'decode'):
     length = config.get(section, {}).get('prompt_length', 1)

@@ -246,6 +246,9 @@ class LanguageModel(Protocol):
 class Drafter(Protocol):
   """A pytree that proposes; it may borrow from the target it is given.
 
+  One that reads the target's streams names their layers in an attribute `taps`
+  (a static tuple); what the target makes of a text then comes with them.
+
   On entry to `propose`, memory describes exactly `tokens[:, :m]` with
   `m <= length - 1`, per row. `propose` catches up on `tokens[m:length]`;
   `observe` raises `m` only over kept nodes that were fed with that prefix.
@@ -282,6 +285,11 @@ class Drafter(Protocol):
 
   def at(self, k: int) -> Drafter:
     """The same drafter with draft length `k`."""
+
+
+def taps(drafter: Drafter | Trainable) -> tuple[int, ...]:
+  """Layers of the target whose streams a drafter reads, or none."""
+  return getattr(drafter, 'taps', ())
 
 
 class DraftLength(Protocol):

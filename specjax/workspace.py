@@ -233,7 +233,8 @@ class Workspace:
     """An untrained drafter, as `config.draft` describes it.
 
     Where `config.draft.target_layers` names layers of the target, its model
-    begins as these, with the target's embedding, norm and head.
+    begins as these, with the target's embedding, norm and head. Where it has a
+    `begin`, that is given the target.
 
     Raises:
       ValueError: it has nothing to train, or is not of the target's sizes.
@@ -249,12 +250,18 @@ class Workspace:
     layers = self.config['draft'].get('target_layers')
     if layers:
       drafter = _begin_as(drafter, self.target().subset(layers))
+    if hasattr(drafter, 'begin'):
+      drafter = drafter.begin(self.target())
     return drafter
 
   @property
   def draft_config(self) -> dict[str, Any]:
     """All that is needed to build the drafter again."""
-    return {**self.config['draft'], 'k': self.config['decode']['k']}
+    config = {**self.config['draft'], 'k': self.config['decode']['k']}
+    if config.get('vocab_size'):
+      size, ids = self.tokenizer.vocab_size, self.ids('train')
+      config['vocabulary'] = data.frequent(ids, size, config['vocab_size'])
+    return config
 
   def target(self) -> Transformer:
     """The trained target.
@@ -263,6 +270,10 @@ class Workspace:
       FileNotFoundError: the run has none yet.
       ValueError: it is not trained to the end.
     """
+    return self._target
+
+  @functools.cached_property
+  def _target(self) -> Transformer:
     folder, command = self.folder / 'target', self._require_target()
     done = checkpoint.Checkpoints(folder).latest()
     adopted = self.config['target']['path']

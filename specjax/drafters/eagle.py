@@ -1,0 +1,464 @@
+"""EAGLE: one decoder layer on the target's own streams, as the drafter.
+
+The layer reads what the target made of the tokens before (the outputs of a low,
+a middle and a high layer, fused), beside the embeddings of the tokens that came
+of it, and draws with the target's head. Behind the pending token, of which the
+target has made nothing yet, it reads its own outputs instead; training unrolls
+it on these, so that it meets in training what it meets in decoding. (Li et al.
+2025, EAGLE-3, arXiv 2503.01840.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax import cache as caches
+from specjax import chains, products, trees, warps
+from specjax.models import transformer
+from specjax.types import Array, Draft, Output, Warp, pytree
+
+# Tokens read at a time: what a round brings, and a prompt in larger pieces.
+_NEW, _MANY = 4, 32
+
+
+class EagleNet(nnx.Module):
+  """The weights: fusion, one layer, and a head if it has one of its own.
+
+  Args:
+    config: sizes of the layer; `width` is the target's.
+    streams: how many are fused.
+    vocabulary: of a head of its own; 0 is the target's head.
+    rngs: source of the initial weights.
+  """
+
+  def __init__(
+    self,
+    config: transformer.TransformerConfig,
+    streams: int,
+    vocabulary: int,
+    rngs: nnx.Rngs,
+  ):
+    """Initialises the weights: at first the last features pass as they are."""
+    width = config.width
+    small = 0.02 * jax.random.normal(rngs.params(), (width, width))
+    others = jnp.zeros(((streams - 1) * width, width))
+    self.config = config
+    self.fuse = nnx.Param(jnp.concatenate([others, jnp.eye(width)]))
+    self.join = nnx.Param(jnp.concatenate([small, jnp.eye(width)]))
+    self.token_norm = nnx.Param(jnp.ones(width))
+    self.layer = transformer.Layer(config, rngs)
+    if vocabulary:
+      self.head = nnx.Param(jnp.zeros((vocabulary, width)))
+
+  def __call__(self, embedded, features, positions, visible, cache, chain=None):
+    """One pass over `[B, M]` tokens, each beside what came before it.
+
+    Args:
+      embedded: `[B, M, D]` of the tokens.
+      features: `[B, M, D]` of the tokens in front of them: fused streams of the
+        target, or outputs of this.
+      positions: `[B, M]` of the tokens.
+      visible: `[B or 1, M, R]` which nodes they see.
+      cache: of what all of them see, or None.
+      chain: rows of other nodes and the place of these among them, or None.
+
+    Returns:
+      `[B, M, D]` and rows, of these nodes or of all R.
+    """
+    scale, eps = self.token_norm[...], self.config.norm_eps
+    tokens = transformer.norm(embedded, scale, eps)
+    both = jnp.concatenate([tokens, features], -1)
+    x = products.dot(both, self.join[...])
+    turns = transformer.angles(self.config, positions)
+    cached = (cache.rows, cache.length) if cache else (None, None)
+    return self.layer(x, turns, visible, *cached, chain)
+
+  def fused(self, output: Output) -> Array:
+    """`[B, M, D]` of the target's streams and its last features."""
+    one, eps = jnp.ones(()), self.config.norm_eps
+    # Streams grow from layer to layer.
+    streams = [transformer.norm(x, one, eps) for x in output.taps]
+    every = jnp.concatenate([*streams, output.features], -1)
+    return products.dot(every, self.fuse[...])
+
+
+class EagleMemory(NamedTuple):
+  """What the drafter knows.
+
+  Attributes:
+    cache: the layer's, describing a prefix of the tokens.
+    features: fused streams of the committed tokens, `[B, 1, S, D]` rows.
+    fed: `[B]` bool, whether the pending token was read in this round.
+  """
+
+  cache: caches.Cache
+  features: caches.Cache
+  fed: Array
+
+
+@pytree
+class Eagle:
+  """Samples a chain of `k` tokens.
+
+  Only rows of committed tokens are ever kept, and all of them are made of the
+  target's own streams: after a round the accepted path is read again.
+
+  Attributes:
+    net: the weights.
+    k: draft length.
+    taps: layers of the target whose outputs are fused with its last features.
+    unroll: passes of the training-time test, each on the outputs of the one
+      before: the horizons of `score`.
+    vocabulary: ids that may be drafted, the rest being impossible; () is all.
+    warp: applied to the draft's logits; see `ModelDrafter`.
+  """
+
+  net: EagleNet
+  k: int = dataclasses.field(metadata={'static': True})
+  taps: tuple[int, ...] = dataclasses.field(
+    default=(), metadata={'static': True}
+  )
+  unroll: int = dataclasses.field(default=1, metadata={'static': True})
+  vocabulary: tuple[int, ...] = dataclasses.field(
+    default=(), metadata={'static': True}
+  )
+  warp: Warp = warps.UNCHANGED
+
+  def __post_init__(self):
+    """Refuses a negative length."""
+    if self.k < 0:
+      raise ValueError(f'the draft length k is {self.k}: at least 0')
+
+  def init(self, target, batch, size):
+    """Nothing read yet.
+
+    Raises:
+      ValueError: if it was made for features of another width.
+    """
+    width, own = _width(target), self.net.config.width
+    if width != own:
+      raise ValueError(
+        f'the draft reads features of width {own}, and those of the target'
+        f' have {width}: it belongs to another target'
+      )
+    none = jnp.zeros(batch, jnp.int32)
+    # Behind the last token there is room for all that is read at a time.
+    rows = self._rows(batch, size + _MANY)
+    features = jnp.zeros((batch, 1, size, width))
+    return EagleMemory(
+      caches.Cache(rows, none),
+      caches.Cache(features, jnp.zeros_like(none)),
+      jnp.zeros(batch, bool),
+    )
+
+  def begin(self, target) -> Eagle:
+    """With the rows of the target's head, if it has a head of its own."""
+    if not self.vocabulary:
+      return self
+    net = nnx.clone(self.net)
+    whole = target.unembed(jnp.eye(_width(target)))
+    net.head[...] = whole[:, jnp.array(self.vocabulary)].T
+    return dataclasses.replace(self, net=net)
+
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
+    """A sampled chain and the laws it was drawn from."""
+    if self.k == 0:
+      return self._nothing(tokens), memory._replace(fed=memory.fed & False)
+    most = self.k if limit is None else limit.nodes
+    own, output = self._catch_up(target, memory, tokens, length, most > 0)
+    slots = max(1, self.k - 1)  # the last node is never read
+
+    def first():
+      return self.unembed(target, output[:, 0])
+
+    def step(i, token, carry):
+      output, rows = carry
+      visible = (jnp.arange(slots) < i)[None, None]
+      output, rows = self.net(
+        target.embed(token[:, None]),
+        output,
+        (length + i - 1)[:, None],
+        visible,
+        own,
+        (rows, i - 1),
+      )
+      return self.unembed(target, output[:, 0]), (output, rows)
+
+    draft, _, _ = chains.grow(
+      step,
+      (output, self._rows(len(length), slots)),
+      jnp.zeros_like(length),
+      k=self.k,
+      draw=chains.by_slot(keys.draft),
+      warp=self.warp,
+      limit=limit,
+      first=first,
+    )
+    return draft, self._read(memory, own, length, most > 0)
+
+  def observe(self, target, memory, block, kept, output):
+    """Keeps what the target made of the nodes that came true."""
+    fresh = self.net.fused(output)[:, None]
+    features = caches.commit(
+      memory.features, fresh, kept, chain=block.parents is None
+    )
+    count = (memory.fed & kept[:, 0]).astype(jnp.int32)
+    own = memory.cache._replace(length=memory.cache.length + count)
+    return EagleMemory(own, features, jnp.zeros_like(memory.fed))
+
+  def at(self, k: int) -> Eagle:
+    """The same weights with draft length `k`."""
+    return dataclasses.replace(self, k=k)
+
+  def tree(self, nodes: int, beam: int) -> EagleTree:
+    """The same weights as a tree of `nodes`, `k` deep."""
+    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Eagle)}
+    return EagleTree(**own, nodes=nodes, beam=beam)
+
+  def score(self, target, batch, output):
+    """Features `[B, T, unroll, D]`: horizon h is pass h of the unrolling.
+
+    Where t is pending, pass h has read the tokens t + 1 to t + h, each beside
+    the output of the pass before, and what lies before them as it was then.
+    """
+    size, same = batch.tokens.shape[1], batch.segments[:, None]
+    same = same == batch.segments[..., None]
+    positions = trees.depths(trees.ancestors(None, size) & same)
+    embedded = target.embed(batch.tokens)
+    back = jnp.arange(size)[:, None] - jnp.arange(size)  # from row to column
+    features, rows, scored = self.net.fused(output), None, []
+    for h in range(self.unroll):
+      features = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
+      features = jnp.where(positions[..., None] > 0, features, 0.0)
+      # Of the first pass all that is h tokens back or more; of a later one the
+      # token that was drafted in it.
+      seen = [back >= h, *(back == h - p for p in range(1, h + 1))]
+      visible = jnp.concatenate([same & mask for mask in seen], -1)
+      if rows is None:
+        rows = self._rows(len(same), 0)
+      rows = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, size), (0, 0))), rows
+      )
+      features, rows = self.net(
+        embedded, features, positions, visible, None, (rows, h * size)
+      )
+      # The pass h of a draft stands h tokens behind the pending one.
+      ahead = jnp.pad(features[:, h:], ((0, 0), (0, h), (0, 0)))
+      scored.append(ahead)
+    return jnp.stack(scored, 2)
+
+  def unembed(self, target, features):
+    """Logits `[..., V]`, -inf outside the vocabulary."""
+    if not self.vocabulary:
+      return target.unembed(features)
+    own = products.dot(features, self.net.head[...], axis=1)
+    shape = *features.shape[:-1], target.vocab_size
+    ids = jnp.array(self.vocabulary)
+    return jnp.full(shape, -jnp.inf).at[..., ids].set(own)
+
+  def _nothing(self, tokens: Array) -> Draft:
+    return Draft(jnp.zeros((tokens.shape[0], 0), jnp.int32))
+
+  def _rows(self, batch: int, count: int) -> tuple[Array, Array]:
+    """Keys and values of so many nodes, to be filled."""
+    c = self.net.config
+    shape = batch, c.kv_heads, count, c.head_size
+    return jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype)
+
+  def _read(self, memory, own, length, wanted) -> EagleMemory:
+    """After a proposal: whether the pending token came true is not known."""
+    length = jnp.where(wanted, length - 1, own.length)
+    fed = jnp.broadcast_to(wanted, length.shape)
+    return memory._replace(cache=own._replace(length=length), fed=fed)
+
+  def _catch_up(self, target, memory, tokens, length, wanted):
+    """Reads what is new, as far as the pending token.
+
+    Returns:
+      The cache of `tokens[:length]`, and the output `[B, 1, D]` at the last.
+    """
+    known = memory.features.rows[:, 0]
+
+    def reading(size, carry):
+      own, output = carry
+      index = own.length[:, None] + jnp.arange(size)
+      inside = jnp.minimum(index, tokens.shape[1] - 1)
+      before = jnp.maximum(inside - 1, 0)[..., None]
+      features = jnp.take_along_axis(known, before, 1)
+      new, rows = self.net(
+        target.embed(jnp.take_along_axis(tokens, inside, 1)),
+        jnp.where(index[..., None] > 0, features, 0.0),
+        index,
+        trees.ancestors(None, size),
+        own,
+      )
+      last = (length - own.length - 1)[:, None, None]
+      here = jnp.take_along_axis(new, jnp.clip(last, 0, size - 1), 1)
+      own = caches.commit(
+        own, caches.after(new, rows), index < length[:, None], chain=True
+      )
+      return own, jnp.where((last >= 0) & (last < size), here, output)
+
+    def behind(by, carry):
+      return wanted & jnp.any(length - carry[0].length > by)
+
+    width = self.net.config.width
+    carry = memory.cache, jnp.zeros((len(length), 1, width))
+    for by, size in ((_NEW, _MANY), (0, _NEW)):
+      carry = jax.lax.while_loop(
+        functools.partial(behind, by), functools.partial(reading, size), carry
+      )
+    return carry
+
+
+@pytree
+class EagleTree(Eagle):
+  """Grows a tree where the draft is surest; `k` is its depth.
+
+  A node's value is the draft's probability of the path that leads to it. Depth
+  by depth the `beam` nodes of the highest values are each given their `beam`
+  likeliest children; of all of these the `nodes` of the highest values are
+  proposed, of equals the shallower. They are a function of the context, point
+  masses, and `warp` has no say. (Li et al. 2024, EAGLE-2, arXiv 2406.16858.)
+
+  Attributes:
+    nodes: how many are proposed, at most.
+    beam: how many are expanded at each depth.
+  """
+
+  nodes: int = dataclasses.field(default=8, metadata={'static': True})
+  beam: int = dataclasses.field(default=4, metadata={'static': True})
+
+  def __post_init__(self):
+    """Refuses trees without nodes."""
+    super().__post_init__()
+    for name in ('nodes', 'beam'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}: at least 1')
+
+  def init(self, target, batch, size):
+    """Nothing read yet; see `Eagle.init`.
+
+    Raises:
+      ValueError: if a node can have fewer children than are asked for.
+    """
+    vocab = len(self.vocabulary) or target.vocab_size
+    if self.beam > vocab:
+      raise ValueError(
+        f'beam is {self.beam}: the draft knows {vocab} tokens, and no node has'
+        ' more children'
+      )
+    return super().init(target, batch, size)
+
+  def propose(self, target, cache, memory, keys, tokens, length, limit=None):
+    """The tree, which is not drawn but searched for."""
+    if self.k == 0:
+      return self._nothing(tokens), memory._replace(fed=memory.fed & False)
+    own, output = self._catch_up(target, memory, tokens, length, True)
+    (children, values), parents = self._search(target, own, output, length)
+    count = min(self.nodes, values.shape[1])
+    # Of equals the first, which is the shallower: a child never has a higher
+    # value than its parent, so that what is kept is a tree.
+    _, kept = jax.lax.top_k(values, count)
+    kept = jnp.sort(kept, 1)
+    take = functools.partial(jnp.take_along_axis, indices=kept, axis=1)
+    above = take(parents)
+    place = jax.vmap(jnp.searchsorted)(kept, above).astype(jnp.int32)
+    draft = Draft(
+      take(children),
+      parents=jnp.where(above < 0, -1, place),
+      valid=take(values) > -jnp.inf,
+      siblings='fixed',
+    )
+    return draft, self._read(memory, own, length, True)
+
+  def _search(self, target, own, output, length):
+    """All nodes that are considered, depth by depth.
+
+    Returns:
+      Tokens and values `[B, C]`, and parents `[B, C]` among them, or -1.
+    """
+    batch, w = len(length), self.beam
+
+    def expand(features, values):
+      """Children `[B, W, w]` of W nodes."""
+      law = jax.nn.log_softmax(self.unembed(target, features))
+      best, tokens = jax.lax.top_k(law, w)
+      return tokens.astype(jnp.int32), values[..., None] + best
+
+    tokens, values = expand(output, jnp.zeros((batch, 1)))
+    first = tokens[:, 0], values[:, 0]
+    slots = max(1, (self.k - 1) * w)
+    beam = (
+      *first,
+      jnp.tile(output, (1, w, 1)),  # what lies in front of each
+      jnp.zeros((batch, w, slots), bool),  # rows of those above
+      jnp.tile(jnp.arange(w), (batch, 1)),  # numbers among all nodes
+    )
+
+    def deeper(carry, depth):
+      rows, (tokens, values, features, paths, numbers) = carry
+      at = depth * w
+      paths |= jnp.arange(slots) == at + jnp.arange(w)[:, None]
+      position = jnp.broadcast_to(length[:, None] + depth, (batch, w))
+      features, rows = self.net(
+        target.embed(tokens), features, position, paths, own, (rows, at)
+      )
+      children, theirs = expand(features, values)
+      flat = children.reshape(batch, -1), theirs.reshape(batch, -1)
+      parents = jnp.repeat(numbers, w, 1)
+      values, chosen = jax.lax.top_k(flat[1], w)
+
+      def of_parent(x):
+        index = (chosen // w).reshape(batch, w, *[1] * (x.ndim - 2))
+        return jnp.take_along_axis(x, index, 1)
+
+      beam = (
+        jnp.take_along_axis(flat[0], chosen, 1),
+        values,
+        of_parent(features),
+        of_parent(paths),
+        w + depth * w * w + chosen,
+      )
+      return (rows, beam), (*flat, parents)
+
+    carry = self._rows(batch, slots), beam
+    _, more = jax.lax.scan(deeper, carry, jnp.arange(self.k - 1))
+    root = jnp.full((batch, w), -1, jnp.int32)
+    children, values, parents = (
+      jnp.concatenate([x, jnp.moveaxis(y, 0, 1).reshape(batch, -1)], 1)
+      for x, y in zip((*first, root), more, strict=True)
+    )
+    return (children, values), parents
+
+
+def build(config, target, rngs) -> Eagle:
+  """Reads `k` and, under `eagle`, what the layer is like.
+
+  `heads`, `kv_heads` and `hidden` (else the target's), `taps` (layers of the
+  target; else one after a sixth and one after half of them), `unroll` (passes
+  of the training-time test; else k), and for a tree `nodes` and `beam`. Beside
+  it `vocabulary`, the ids that may be drafted, else all.
+  """
+  c = config.get('eagle', {})
+  same = {'layers': 1, 'dtype': 'float32', 'remat': False}
+  sizes = {key: c[key] for key in ('heads', 'kv_heads', 'hidden') if key in c}
+  layer = dataclasses.replace(target, **same, **sizes)
+  taps = c.get('taps', sorted({target.layers // 6, target.layers // 2}))
+  vocabulary = tuple(config.get('vocabulary', ()))
+  net = EagleNet(layer, len(taps) + 1, len(vocabulary), rngs)
+  unroll = c.get('unroll') or max(1, config['k'])
+  eagle = Eagle(net, config['k'], tuple(taps), unroll, vocabulary)
+  if 'nodes' in c:
+    return eagle.tree(c['nodes'], c.get('beam', 4))
+  return eagle
+
+
+def _width(target) -> int:
+  return jax.eval_shape(target.embed, jnp.zeros(1, jnp.int32)).shape[-1]
