@@ -394,7 +394,7 @@ class EagleTree(Eagle):
 
     tokens, values = expand(output, jnp.zeros((batch, 1)))
     first = tokens[:, 0], values[:, 0]
-    slots = max(1, (self.k - 1) * w)
+    slots = max(1, self.k - 1) * w
     beam = (
       *first,
       jnp.tile(output, (1, w, 1)),  # what lies in front of each

@@ -1,0 +1,392 @@
+"""EAGLE: a layer on the target's streams, as a chain and as a dynamic tree.
+
+The conformance suites have it too; here is what only this drafter owes.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from flax import nnx
+
+from specjax import decode, distill, drafters, generation, losses, verify, warps
+from specjax.drafters.none import NoDrafter
+from specjax.types import Batch, Keys, Warp, pytree
+
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
+K = 4
+TARGET = toys.transformer(layers=3)
+V = TARGET.vocab_size
+PROMPTS = [[3], np.random.default_rng(2).integers(0, V, 41).tolist()]
+NEVER = jnp.zeros(0, jnp.int32)
+
+
+def built(k=K, target=TARGET, seed=0, vocabulary=(), **c):
+  """A drafter as its module builds it, with random weights."""
+  config = {'k': k, 'vocabulary': vocabulary, 'eagle': {'hidden': 8, **c}}
+  build = drafters.find('eagle').build
+  drafter = build(config, target.config, nnx.Rngs(0)).begin(target)
+  rng = np.random.default_rng(seed)
+
+  def lively(x):
+    return x + jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype)
+
+  return dataclasses.replace(drafter, net=jax.tree.map(lively, drafter.net))
+
+
+DRAFTER = built()
+SOME = (1, 2, 4, 7, 11)
+FORMS = {
+  'chain': DRAFTER,
+  'tree': DRAFTER.tree(nodes=6, beam=3),
+  'few': built(vocabulary=SOME),
+  'tree of few': built(vocabulary=SOME).tree(nodes=6, beam=3),
+}
+forms = pytest.mark.parametrize(
+  'form',
+  [
+    'tree of few',
+    *(pytest.param(x, marks=pytest.mark.slow) for x in list(FORMS)[:3]),
+  ],
+)
+
+
+def start(drafter, prompts=PROMPTS, new=1):
+  key = jax.random.key(0)
+  return generation.start(TARGET, drafter, prompts, key=key, max_new_tokens=new)
+
+
+@toys.jit
+def propose(drafter, state):
+  return drafter.propose(
+    TARGET,
+    state.cache,
+    state.memory,
+    Keys(state.row, state.row),
+    state.tokens,
+    state.length,
+  )[0]
+
+
+@toys.jit
+def scored(drafter, tokens, segments):
+  """Logits `[B, T, H, V]` of training windows."""
+  batch = Batch(tokens, segments, jnp.ones(tokens.shape))
+  output = TARGET.forward(tokens, segments, drafter.taps)
+  return drafter.unembed(TARGET, drafter.score(TARGET, batch, output))
+
+
+def behind(drafter, prompt, drafted, size=48):
+  """`[len(drafted) + 1, V]` logits of a prompt's continuation, by training."""
+  text = [*prompt, *drafted]
+  tokens = np.zeros((1, size), np.int32)
+  tokens[0, : len(text)] = text
+  logits = scored(drafter, tokens, np.ones_like(tokens))
+  return np.asarray(logits)[0, len(prompt) - 1, : len(drafted) + 1]
+
+
+@pytest.mark.parametrize('form', ['chain', 'few'])
+def test_a_chain_is_drawn_from_the_laws_of_training(form):
+  """Of the pass h of the unrolling at the h-th token, behind any prompt."""
+  drafter = FORMS[form]
+  draft = propose(drafter, start(drafter))
+  for row, prompt in enumerate(PROMPTS):
+    drafted = np.asarray(draft.tokens)[row].tolist()
+    wanted = behind(drafter, prompt, drafted[:-1])
+    np.testing.assert_allclose(draft.logits[row], wanted, atol=2e-4)
+    if form == 'few':
+      assert set(drafted) <= set(SOME)
+      outside = np.setdiff1d(np.arange(V), SOME)
+      assert (np.asarray(draft.logits)[row][:, outside] == -np.inf).all()
+
+
+def test_unrolling_sees_the_target_no_further_than_the_pending_token():
+  """And pass by pass further back; what it has drafted it does see."""
+  tokens = jnp.asarray(PROMPTS[1])[None, :8]
+  ones = jnp.ones_like(tokens)
+
+  @toys.jit
+  def grad(t, h):
+    streams = TARGET.forward(tokens, ones, DRAFTER.taps)
+    batch = Batch(tokens, ones, jnp.ones(tokens.shape))
+
+    def of(x):
+      output = streams._replace(features=x)
+      return DRAFTER.score(TARGET, batch, output)[0, t, h].sum()
+
+    return jax.grad(of)(streams.features)
+
+  for t, h in ((4, 0), (4, 1), (3, 3)):
+    seen = np.abs(grad(t, h)[0]).sum(-1) > 0
+    np.testing.assert_array_equal(seen, np.arange(8) < t)
+
+
+def test_nothing_crosses_from_one_document_to_the_next():
+  tokens = np.asarray(PROMPTS[1])[None, :10]
+  segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0]])
+  other = np.where(segments == 1, (tokens + 1) % V, tokens)
+  one, two = (scored(DRAFTER, x, segments) for x in (tokens, other))
+  alone = scored(DRAFTER, tokens[:, 4:9], np.ones((1, 5), int))
+  for t, h in itertools.product(range(4, 9), range(K)):
+    if t + h < 9:
+      np.testing.assert_array_equal(one[0, t, h], two[0, t, h])
+      np.testing.assert_allclose(one[0, t, h], alone[0, t - 4, h], atol=2e-4)
+  assert np.isfinite(one).all()
+
+
+def greedy(drafter):
+  """Ragged prompts, limits, and an end token that comes or does not."""
+  drafter = dataclasses.replace(drafter, warp=warps.Greedy())
+  return generation.generate(
+    TARGET,
+    drafter,
+    PROMPTS,
+    key=jax.random.key(0),
+    max_new_tokens=[20, 33],
+    min_new_tokens=[0, 3],
+    warp=warps.Greedy(),
+    eos=(2,),
+  )
+
+
+@functools.cache
+def plain():
+  return greedy(Plain()).new_tokens()
+
+
+@pytree
+class Plain(NoDrafter):
+  """Which has a warp to be replaced."""
+
+  warp: Warp = warps.UNCHANGED
+
+
+@forms
+def test_greedy_text_is_the_plain_one(form):
+  result = greedy(FORMS[form])
+  assert result.new_tokens() == plain()
+  assert result.stats.accepted.sum() > 0
+
+
+step = toys.jit(decode.step, static_argnums=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', ['chain', 'tree'])
+def test_memory_is_made_of_the_streams_of_committed_tokens(form):
+  """Under any schedule of lengths, rests and cuts, whatever was accepted."""
+  rng, largest = np.random.default_rng(0), FORMS[form]
+  # The law of the target, flattened, so that all counts come up.
+  warp = warps.Temperature(3.0)
+  state = start(largest, new=60)
+  size = state.tokens.shape[1]
+  accepted = set()
+  while not state.done.all():
+    drafter = largest.at(int(rng.choice([0, 1, 2, K])))
+    state, seen = step(TARGET, drafter, verify.rejection, warp, NEVER, state)
+    accepted |= set(np.asarray(seen.accepted).sum(-1).tolist())
+    memory, length = state.memory, state.length
+    tokens = jnp.where(jnp.arange(size) < length[:, None], state.tokens, 0)
+    output = TARGET.forward(tokens, jnp.ones_like(tokens), largest.taps)
+    streams = largest.net.fused(output)
+    known = np.arange(size) < (np.asarray(length) - 1)[:, None]
+    np.testing.assert_array_equal(memory.features.length, length - 1)
+    np.testing.assert_allclose(
+      np.where(known[..., None], memory.features.rows[:, 0, :size], 0),
+      np.where(known[..., None], streams, 0),
+      atol=1e-4,
+    )
+    before = jnp.pad(streams[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    position = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    visible = jnp.tril(jnp.ones((1, size, size), bool))
+    rows = largest.net(TARGET.embed(tokens), before, position, visible, None)[1]
+    assert (memory.cache.length <= length - 1).all()
+    read = np.arange(size) < np.asarray(memory.cache.length)[:, None]
+    for got, right in zip(memory.cache.rows, rows, strict=True):
+      np.testing.assert_allclose(
+        np.where(read[:, None, :, None], got[:, :, :size], 0),
+        np.where(read[:, None, :, None], right, 0),
+        atol=1e-4,
+      )
+  assert {0, 1, 2} <= accepted
+
+
+def searched(drafter, prompt):
+  """EAGLE-2 by the book: sorted `(path, value)` of the nodes that are kept."""
+  beam, every = [((), 0.0)], []
+  for _ in range(drafter.k):
+    children = []
+    for path, value in beam:
+      law = jax.nn.log_softmax(behind(drafter, prompt, path)[len(path)])
+      for token in np.argsort(-law, kind='stable')[: drafter.beam]:
+        children.append(((*path, int(token)), value + float(law[token])))
+    every += children
+    beam = sorted(children, key=lambda x: -x[1])[: drafter.beam]
+  return sorted(every, key=lambda x: -x[1])[: drafter.nodes]
+
+
+def paths(draft, row):
+  """The tokens along the path of each valid node."""
+  found = []
+  for token, parent in zip(
+    np.asarray(draft.tokens)[row], np.asarray(draft.parents)[row], strict=True
+  ):
+    assert parent < len(found)
+    found.append((*(found[parent] if parent >= 0 else ()), int(token)))
+  return [p for p, ok in zip(found, draft.valid[row], strict=True) if ok]
+
+
+@pytest.mark.parametrize('k, nodes, beam', [(K, 6, 3), (2, 99, 2), (1, 2, 4)])
+def test_a_tree_is_where_the_draft_is_surest(k, nodes, beam):
+  drafter = DRAFTER.at(k).tree(nodes, beam)
+  draft = propose(drafter, start(drafter))
+  for row, prompt in enumerate(PROMPTS):
+    wanted = [path for path, _ in searched(drafter, prompt)]
+    got = paths(draft, row)
+    assert len(set(got)) == len(got) == len(wanted)
+    assert set(got) == set(wanted)
+
+
+def test_of_equals_the_shallower_is_kept():
+  """A draft that is sure of every token: all values are 0 along one path."""
+  drafter = DRAFTER.tree(nodes=3, beam=2)
+
+  @pytree
+  class Sure(type(drafter)):
+    def unembed(self, target, features):
+      flat = jnp.full((*features.shape[:-1], V), -jnp.inf)
+      return flat.at[..., 5].set(0.0)
+
+  own = {f.name: getattr(drafter, f.name) for f in dataclasses.fields(drafter)}
+  sure, state = Sure(**own), start(drafter)
+  draft = propose(sure, state)
+  for row in range(2):
+    assert paths(draft, row) == [(5,), (5, 5), (5, 5, 5)]
+
+
+def test_a_tree_of_few_tokens_has_no_more_children():
+  drafter = built(vocabulary=(1, 2)).tree(nodes=9, beam=2)
+  draft = propose(drafter, start(drafter))
+  assert set(np.unique(draft.tokens)) <= {1, 2} and draft.valid.all()
+  with pytest.raises(ValueError, match='beam is 3: the draft knows 2 tokens'):
+    start(built(vocabulary=(1, 2)).tree(nodes=9, beam=3))
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'forward_kl',
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in losses.DIVERGENCES
+      if name != 'forward_kl'
+    ),
+  ],
+)
+def test_gradients_are_finite_with_a_part_of_the_vocabulary(name):
+  """Whatever the loss, and the labels that cannot be said."""
+  tokens = jnp.asarray(np.asarray(PROMPTS[1])[None, :12])
+  batch = Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape))
+
+  @toys.jit
+  def grad(drafter):
+    def loss(drafter):
+      total, weight = distill.distill_loss(
+        drafter,
+        TARGET,
+        batch,
+        distill.objective(1.0),
+        divergence=losses.find(name),
+      )
+      return total / weight
+
+    return jax.value_and_grad(loss)(drafter)
+
+  value, found = grad(FORMS['few'])
+  assert np.isfinite(value)
+  for leaf in jax.tree.leaves(found.net):
+    assert np.isfinite(leaf).all()
+  assert np.abs(found.net.head[...]).sum() > 0
+
+
+@pytest.mark.slow
+def test_training_unrolled_raises_acceptance_at_depth():
+  """On the draft's own outputs; one pass alone knows only the first token."""
+  rng = np.random.default_rng(0)
+  text = jnp.asarray(rng.integers(0, V, (8, 24)))
+  batch = Batch(text, jnp.ones_like(text), jnp.ones(text.shape))
+  weights = distill.objective(float('inf'))
+
+  def trained(drafter):
+    tx = optax.adam(1e-2)
+
+    @jax.jit
+    def update(drafter, state):
+      def loss(drafter):
+        total, weight = distill.distill_loss(drafter, TARGET, batch, weights)
+        return total / weight
+
+      value, grads = jax.value_and_grad(loss)(drafter)
+      changes, state = tx.update(grads, state)
+      return optax.apply_updates(drafter, changes), state, value
+
+    state = tx.init(drafter)
+    for _ in range(60):
+      drafter, state, value = update(drafter, state)
+    return drafter
+
+  @jax.jit
+  def apart(drafter):
+    whole = dataclasses.replace(drafter, unroll=K)
+    output = TARGET.forward(text, batch.segments, drafter.taps)
+    own = whole.unembed(TARGET, whole.score(TARGET, batch, output))
+    log_p = jax.nn.log_softmax(TARGET.unembed(output.features))
+    each = [
+      losses.total_variation(own[:, : 24 - h, h], log_p[:, h:]).mean()
+      for h in range(K)
+    ]
+    return jnp.stack(each)
+
+  begun = built(unroll=K)
+  before = apart(begun)
+  unrolled = apart(trained(begun))
+  once = apart(trained(dataclasses.replace(begun, unroll=1)))
+  assert (unrolled < before - 0.05).all(), (before, unrolled)
+  assert (unrolled[1:] < once[1:]).all(), (unrolled, once)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (dict(k=-1), 'the draft length k is -1'),
+    (dict(nodes=0), 'nodes is 0: at least 1'),
+    (dict(beam=0), 'beam is 0: at least 1'),
+  ],
+)
+def test_bad_sizes_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(FORMS['tree'], **change)
+
+
+def test_another_target_is_refused():
+  other = toys.transformer(width=8, heads=2)
+  with pytest.raises(ValueError, match='features of width 16.*have 8'):
+    DRAFTER.init(other, 1, 64)
+
+
+def test_a_head_of_its_own_begins_as_the_target_s():
+  config = {'k': 1, 'vocabulary': SOME, 'eagle': {}}
+  build = drafters.find('eagle').build
+  drafter = build(config, TARGET.config, nnx.Rngs(0)).begin(TARGET)
+  features = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)))
+  logits = drafter.unembed(TARGET, features)[:, jnp.array(SOME)]
+  np.testing.assert_allclose(
+    logits, TARGET.unembed(features)[:, jnp.array(SOME)], atol=1e-5
+  )
