@@ -380,11 +380,15 @@ class KeyedAlike(ModelDrafter):
 
   alike: bool = False
 
-  def _draw(self, keys, position, i, logits):
-    shared = jax.vmap(jax.random.fold_in)(keys.target, position)
-    shared = jax.vmap(draws.gumbel)(shared, logits)
-    own = super()._draw(keys, position, i, logits)
-    return jnp.where(self.alike, shared, own)
+  def _draw(self, keys, length):
+    own = super()._draw(keys, length)
+
+    def draw(i, law):
+      shared = jax.vmap(jax.random.fold_in)(keys.target, length + i)
+      shared = jax.vmap(draws.gumbel)(shared, law)
+      return jnp.where(self.alike, shared, own(i, law))
+
+    return draw
 
 
 @pytree

@@ -88,13 +88,16 @@ class Misled(ModelDrafter):
       valid = jnp.cumprod(q > 0.1, 1) > 0
     return dataclasses.replace(draft, valid=valid), memory
 
-  def _draw(self, keys, position, i, logits):
-    if self.fault == certify_test.ARGMAX:
-      return logits.argmax(-1).astype(jnp.int32)
-    if self.fault == certify_test.ONE_KEY:
-      key = jax.vmap(jax.random.fold_in)(keys.target, position)
-      return jax.vmap(draws.gumbel)(key, logits)
-    return super()._draw(keys, position, i, logits)
+  def _draw(self, keys, length):
+    def draw(i, law):
+      if self.fault == certify_test.ARGMAX:
+        return law.argmax(-1).astype(jnp.int32)
+      key = jax.vmap(jax.random.fold_in)(keys.target, length + i)
+      return jax.vmap(draws.gumbel)(key, law)
+
+    if self.fault in (certify_test.ARGMAX, certify_test.ONE_KEY):
+      return draw
+    return super()._draw(keys, length)
 
 
 class Short(Misled):

@@ -1,0 +1,341 @@
+"""What every drafter owes, whoever wrote it: the files are found by name.
+
+A new file of `specjax/drafters` needs an example here, and nothing else, to be
+received. The target is a small transformer, so that all of them have what they
+borrow from; its law is enumerated.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import subprocess
+import sys
+
+import compiled_test
+import jax
+import jax.numpy as jnp
+import law_test
+import numpy as np
+import oracles
+import pytest
+import scripts
+import toys
+from flax import nnx
+
+from specjax import decode, distill, drafters, losses, verify, warps
+from specjax.candidates import CandidateTree
+from specjax.types import Batch, Keys
+
+K, V, LAYERS = 3, 3, 2
+PROMPTS, STEPS = law_test.PROMPTS, law_test.STEPS
+ROWS = 4000  # of each prompt
+
+
+def lively(drafter):
+  """With weights that all matter, where it has any."""
+  rng = np.random.default_rng(0)
+
+  def move(x):
+    if not np.ndim(x):  # a number of the warp
+      return x
+    return x + jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype)
+
+  return jax.tree.map(move, drafter)
+
+
+def examples(target, model):
+  """By file: the ways to draft that it has.
+
+  Args:
+    target: whom they draft for.
+    model: a draft model.
+  """
+  sizes = dataclasses.asdict(model.config)
+  del sizes['vocab_size']
+  heads = {'heads': K}
+  pages = {
+    'blockwise': {'blockwise': heads},
+    'coupled': {'model': sizes},
+    'eagle': {'eagle': {'hidden': 8}},
+    'early_exit': {'layers': 1},
+    'medusa': {'medusa': heads},
+    'model': {'model': sizes},
+    'tree': {'model': sizes, 'branching': (2,)},
+  }
+  found = {}
+  for name, page in pages.items():
+    build = drafters.find(name).build
+    drafter = build({**page, 'k': K}, target.config, nnx.Rngs(0))
+    found[name] = [lively(drafter)]
+  lookup = drafters.find('ngram').NGram
+  chain = found['model'][0]
+  found |= {
+    'none': [drafters.find('none').NoDrafter()],
+    'ngram': [lookup(K), lookup(K, n=8, least=2)],
+    'committee': [drafters.find('committee').Committee((chain, chain))],
+    'mixture': [drafters.find('mixture').Mixture(lookup(K), chain)],
+  }
+  found['tree'].append(dataclasses.replace(found['tree'][0], replacement=True))
+  found['eagle'].append(found['eagle'][0].tree(nodes=4, beam=2))
+  paths = ((0,), (1,), (0, 0), (0, 2), (0, 2, 1))
+  for name in ('medusa', 'blockwise'):
+    own = found[name][0]
+    found[name].append(CandidateTree(own.heads, own.k, paths=paths))
+  return found
+
+
+def small(**changes):
+  return toys.transformer(
+    **dict(vocab_size=V, width=8, heads=2, kv_heads=1, hidden=8, **changes)
+  )
+
+
+TARGET = small(layers=LAYERS)
+EXAMPLES = examples(TARGET, small(seed=1, layers=1))
+CASES = [(name, i) for name, own in EXAMPLES.items() for i in range(len(own))]
+EVERYDAY = ('ngram', 0), ('eagle', 1)
+every = pytest.mark.parametrize(
+  ('name', 'i'),
+  [
+    case if case in EVERYDAY else pytest.param(*case, marks=pytest.mark.slow)
+    for case in CASES
+  ],
+)
+trainable = pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=[] if name == 'medusa' else pytest.mark.slow)
+    for name, own in EXAMPLES.items()
+    if hasattr(own[0], 'score') and name not in ('coupled', 'tree')
+  ],
+)
+
+
+def rule_for(drafter):
+  coupled = getattr(drafter, 'siblings', None) == 'coupled'
+  return verify.sampler_match if coupled else verify.rejection
+
+
+def with_warp(drafter, warp):
+  if hasattr(drafter, 'warp'):
+    return dataclasses.replace(drafter, warp=warp)
+  return drafter
+
+
+def test_every_file_has_an_example():
+  assert set(EXAMPLES) == set(drafters.names())
+
+
+@toys.jit
+def run(drafter, rule, temperature):
+  """Tokens `[ROWS, prompts, STEPS]`, at any temperature."""
+  size = max(map(len, PROMPTS)) + STEPS
+  tokens = np.array([p + [0] * (size - len(p)) for p in PROMPTS], np.int32)
+  length = jnp.array([len(p) for p in PROMPTS])
+  warp = warps.Temperature(temperature)
+  drafter = with_warp(drafter, warp)
+  rows = jax.random.split(jax.random.key(0), (ROWS, len(PROMPTS)))
+  start = decode.prefill(
+    TARGET, drafter, tokens, length, length + STEPS, length, rows[0]
+  )
+  never = jnp.zeros(0, jnp.int32)
+
+  def one(row):
+    state = start._replace(row=row)
+    state = decode.advance(TARGET, drafter, rule, warp, never, state, 99)
+    index = length[:, None] + jnp.arange(STEPS)
+    return jnp.take_along_axis(state.tokens, index, 1)
+
+  return jax.vmap(one)(rows)
+
+
+@functools.cache
+def laws():
+  """`[V] * STEPS` behind each prompt, by passes over whole texts."""
+  paths = np.array([*itertools.product(range(V), repeat=STEPS)])
+  found = []
+  for prompt in PROMPTS:
+    text = np.concatenate([np.tile(prompt, (len(paths), 1)), paths], 1)
+    features = forward(jnp.asarray(text)).features
+    law = oracles.softmax(TARGET.unembed(features))[:, len(prompt) - 1 : -1]
+    picked = np.take_along_axis(law, paths[..., None], -1)[..., 0]
+    found.append(picked.prod(-1).reshape((V,) * STEPS))
+  return found
+
+
+@toys.jit
+def forward(tokens):
+  return TARGET.forward(tokens, jnp.ones_like(tokens))
+
+
+def p_value(drafter, rule):
+  tokens = np.asarray(run(drafter, rule, 1.0))
+  return min(oracles.p_value(tokens[:, i], law) for i, law in enumerate(laws()))
+
+
+@every
+def test_the_law_is_the_target_s_and_greedy_text_too(name, i):
+  """In one program, which serves every temperature."""
+  drafter = EXAMPLES[name][i]
+  rule = verify.as_pytree(rule_for(drafter))
+  before = run._cache_size()
+  assert p_value(drafter, rule) >= 1e-4
+  greedy = np.asarray(run(drafter, rule, 0.0))
+  assert run._cache_size() <= before + 1
+  for column, law in enumerate(laws()):
+    for at in range(STEPS):
+      # The law of the next token behind what was written.
+      law = law.reshape(V, -1)
+      assert (greedy[:, column, at] == law.sum(1).argmax()).all()
+      law = law[law.sum(1).argmax()]
+
+
+def test_a_law_that_is_not_the_target_s_is_found():
+  """Acceptance without the residual."""
+  drafter = EXAMPLES['model'][0]
+  rule = verify.as_pytree(verify.typical)
+  assert p_value(drafter, rule) < 1e-4
+
+
+step = toys.jit(decode.step, static_argnums=2)
+prefill = toys.jit(decode.prefill)
+
+
+@toys.jit
+def propose(drafter, state):
+  keys = Keys(state.row, state.row)
+  return drafter.propose(
+    TARGET, state.cache, state.memory, keys, state.tokens, state.length
+  )[0]
+
+
+def begin(drafter, tokens, length):
+  stop = jnp.full_like(length, tokens.shape[1])
+  row = jax.random.split(jax.random.key(1), len(length))
+  return prefill(TARGET, drafter, tokens, length, stop, length, row)
+
+
+def differ(name, i, forget=lambda memory: memory):
+  """Whether a memory with a past proposes other than a cold one."""
+  drafter = EXAMPLES[name][i]
+  tokens = np.random.default_rng(0).integers(0, V, (2, 64), np.int32)
+  state = begin(drafter, jnp.asarray(tokens), jnp.array([1, 21]))
+  never = jnp.zeros(0, jnp.int32)
+  for turn in range(6):
+    # A row that rests, and goes on.
+    state = state._replace(done=jnp.array([turn == 2, turn == 4]))
+    state, _ = step(
+      TARGET, drafter, rule_for(drafter), warps.UNCHANGED, never, state
+    )
+    state = state._replace(memory=forget(state.memory))
+    drafts = [
+      propose(drafter, s)
+      for s in (state, begin(drafter, state.tokens, state.length))
+    ]
+    leaves = zip(*map(jax.tree.leaves, drafts), strict=True)
+    if not all(np.allclose(a, b, atol=1e-4) for a, b in leaves):
+      return True
+  return False
+
+
+@every
+def test_memory_is_a_function_of_the_text(name, i):
+  assert not differ(name, i)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['model', 'eagle', 'medusa'])
+def test_a_memory_that_is_not_would_be_seen(name):
+  def forget(memory):
+    return jax.tree.map(
+      lambda x: x * 0.5 if jnp.issubdtype(x.dtype, jnp.floating) else x, memory
+    )
+
+  assert differ(name, 0, forget)
+
+
+@trainable
+def test_gradients_are_finite_under_every_loss(name):
+  drafter = EXAMPLES[name][0]
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, 10)))
+  segments = jnp.array([[1] * 6 + [2] * 4, [1] * 7 + [0] * 3])
+  batch = Batch(tokens, segments, (segments > 0).astype(jnp.float32))
+
+  def values(drafter):
+    found = []
+    for name in losses.DIVERGENCES:
+      total, count = distill.distill_loss(
+        drafter,
+        TARGET,
+        batch,
+        distill.objective(3.0),
+        divergence=losses.find(name),
+      )
+      found.append(total / count)
+    return jnp.stack(found)
+
+  for leaf in jax.tree.leaves(toys.jit(jax.jacrev(values))(drafter)):
+    assert np.isfinite(leaf).all()
+    # Every loss teaches every weight something, but the numbers of the warp.
+    if leaf.ndim > 1:
+      assert np.abs(leaf).reshape(len(leaf), -1).sum(1).all()
+
+
+@every
+def test_the_loop_copies_no_cache(name, i):
+  wide = {**compiled_test.SIZES, 'layers': 1}
+  target = toys.transformer(**{**wide, 'layers': LAYERS})
+  drafter = examples(target, toys.transformer(**wide))[name][i]
+  text, state = compiled_test.advance_program(target, drafter, 2)
+  assert ' while(' in text and 'dynamic-update-slice' in text
+  # Not even on entry, for the state is donated.
+  assert not compiled_test.copies(text, state)
+
+
+@pytest.mark.slow
+def test_rows_on_four_devices_are_the_rows_on_one():
+  program = """
+import jax, numpy as np
+import conformance_test as suite
+assert jax.device_count() == 4
+mesh = jax.make_mesh((4,), ('data',))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+for name, i in suite.CASES:
+  drafter = suite.EXAMPLES[name][i]
+  one, four = (suite.written(drafter, sharding) for sharding in (None, rows))
+  np.testing.assert_array_equal(one, four, f'{name} {i}')
+print('all')
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', program],
+    env={
+      **os.environ,
+      'PYTHONPATH': f'{scripts.ROOT}:{scripts.ROOT / "tests"}',
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+    },
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.stdout == 'all\n', done.stderr[-2000:]
+
+
+advance = toys.jit(decode.advance)
+
+
+def written(drafter, sharding):
+  """Greedy text of four rows, on one device or with rows spread over many."""
+  tokens = np.random.default_rng(0).integers(0, V, (4, 24), np.int32)
+  state = begin(drafter, jnp.asarray(tokens), jnp.array([1, 4, 9, 2]))
+  if sharding is not None:
+    state = jax.tree.map(
+      lambda x: jax.device_put(x, sharding) if x.ndim else x, state
+    )
+  never, warp = jnp.zeros(0, jnp.int32), warps.Temperature(0.0)
+  rule = verify.as_pytree(rule_for(drafter))
+  state = advance(
+    TARGET, with_warp(drafter, warp), rule, warp, never, state, 99
+  )
+  assert sharding is None or len(state.tokens.sharding.device_set) == 4
+  return np.asarray(state.tokens)
