@@ -12,10 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import recipes_test
+import scripts
 import toys
 from flax import nnx
 
-from specjax import decode, distill, drafters, generation, losses, verify, warps
+from specjax import (
+  checkpoint,
+  data,
+  decode,
+  distill,
+  drafters,
+  experiment,
+  generation,
+  losses,
+  recipes,
+  settings,
+  verify,
+  warps,
+)
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Keys, Warp, pytree
 
@@ -390,3 +405,61 @@ def test_a_head_of_its_own_begins_as_the_target_s():
   np.testing.assert_allclose(
     logits, TARGET.unembed(features)[:, jnp.array(SOME)], atol=1e-5
   )
+
+
+@pytest.mark.slow
+def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
+  draft = {'drafter': 'eagle', 'vocab_size': 20, 'eagle': {'hidden': 8}}
+  run = recipes_test.workspace(tmp_path, draft=draft)
+  run.config['pretrain']['steps'] = 0  # the target is as good as trained
+  target = run.new_target(0)
+  checkpoint.save_model(
+    run.folder / 'target', target, {'tokenizer': run.tokenizer.hash}
+  )
+  values = recipes.distil(run, target, 'draft')
+  assert 1 < values['block_efficiency'] < 3
+  drafter = run.drafter('draft')
+  assert (
+    drafter.taps and drafter.unroll == drafter.k == run.config['decode']['k']
+  )
+  counts = np.bincount(run.ids('train'), minlength=target.vocab_size)
+  fewest = counts[list(drafter.vocabulary)].min()
+  assert len(drafter.vocabulary) == 20
+  assert (np.delete(counts, drafter.vocabulary) <= fewest).all()
+  texts = [
+    generation.generate(
+      target,
+      way,
+      [[1, 2, 3]],
+      key=jax.random.key(0),
+      max_new_tokens=12,
+      warp=warps.Greedy(),
+    ).new_tokens()
+    for way in (drafter, drafter.tree(nodes=4, beam=2), NoDrafter())
+  ]
+  assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'drafter': 'model'}, "vocab_size is 9, and draft.drafter 'model'"),
+    ({'eagle': {'taps': (7,)}}, 'taps is 7: the target has 1 layers'),
+    ({'eagle': {'nodes': 0}}, 'nodes is 0: it must be 1 or more'),
+    ({'eagle': {'nodes': 3, 'beam': 0}}, 'beam is 0: it must be 1 or more'),
+    ({'eagle': {'unroll': 0}}, 'unroll is 0: it must be 1 or more'),
+  ],
+)
+def test_a_page_that_makes_no_draft_is_refused(change, message):
+  page = experiment.load(scripts.ROOT / 'configs' / 'eagle.py:tiny').to_dict()
+  page['draft'] |= {'vocab_size': 9, **change}
+  with pytest.raises(ValueError, match=message):
+    settings.check(page)
+
+
+def test_of_more_tokens_than_there_are_none_are_frequent():
+  ids = np.array([3, 1, 1, 0, 3, 3])
+  assert data.frequent(ids, 5, 2) == [1, 3]
+  assert data.frequent(ids, 5, 4) == [0, 1, 2, 3]
+  with pytest.raises(ValueError, match='vocab_size is 6: .* has 5 tokens'):
+    data.frequent(ids, 5, 6)

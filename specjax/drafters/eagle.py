@@ -445,12 +445,21 @@ def build(config, target, rngs) -> Eagle:
   target; else one after a sixth and one after half of them), `unroll` (passes
   of the training-time test; else k), and for a tree `nodes` and `beam`. Beside
   it `vocabulary`, the ids that may be drafted, else all.
+
+  Raises:
+    ValueError: the target has no such layer.
   """
   c = config.get('eagle', {})
   same = {'layers': 1, 'dtype': 'float32', 'remat': False}
   sizes = {key: c[key] for key in ('heads', 'kv_heads', 'hidden') if key in c}
   layer = dataclasses.replace(target, **same, **sizes)
   taps = c.get('taps', sorted({target.layers // 6, target.layers // 2}))
+  for tap in taps:
+    if not -1 <= tap < target.layers:
+      raise ValueError(
+        f'draft.eagle.taps is {tap}: the target has {target.layers} layers,'
+        ' from 0, and -1 is its embedding'
+      )
   vocabulary = tuple(config.get('vocabulary', ()))
   net = EagleNet(layer, len(taps) + 1, len(vocabulary), rngs)
   unroll = c.get('unroll') or max(1, config['k'])
