@@ -3,15 +3,10 @@
 This list is the public interface.
 """
 
+from specjax import drafters as _drafters
 from specjax.candidates import CandidateTree
 from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
 from specjax.draft_length import FIXED, Adaptive, Confidence, Fallback, ladder
-from specjax.drafters.committee import Committee
-from specjax.drafters.coupled import CoupledDrafter
-from specjax.drafters.model import ModelDrafter
-from specjax.drafters.ngram import NGram
-from specjax.drafters.none import NoDrafter
-from specjax.drafters.tree import TreeDrafter
 from specjax.generation import Result, generate
 from specjax.heads import HeadsDrafter
 from specjax.models.markov import Markov
@@ -45,56 +40,81 @@ from specjax.warps import Greedy, MinP, Temperature, TopK, TopP, compose
 
 __version__ = '0.1.0'
 
+# Read when they are asked for, so that each file can be left out.
+_DRAFTERS = {
+  'Committee': 'committee',
+  'CoupledDrafter': 'coupled',
+  'Eagle': 'eagle',
+  'EagleTree': 'eagle',
+  'EarlyExit': 'early_exit',
+  'Mixture': 'mixture',
+  'ModelDrafter': 'model',
+  'NGram': 'ngram',
+  'NoDrafter': 'none',
+  'TreeDrafter': 'tree',
+}
+
+
+def __getattr__(name):
+  if name in _DRAFTERS:
+    return getattr(_drafters.find(_DRAFTERS[name]), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
 __all__ = [
+  'Adaptive',
+  'advance',
   'Batch',
   'Block',
+  'block',
   'CandidateTree',
   'Committee',
+  'compose',
+  'Confidence',
   'CoupledDrafter',
   'DecodeState',
   'Draft',
   'Drafter',
+  'DraftLength',
+  'Eagle',
+  'EagleTree',
+  'EarlyExit',
+  'Fallback',
+  'FIXED',
+  'generate',
   'Greedy',
   'HeadsDrafter',
+  'k_seq',
   'Keys',
+  'ladder',
   'LanguageModel',
+  'Limit',
   'Markov',
   'MinP',
+  'Mixture',
   'ModelDrafter',
   'NGram',
   'NoDrafter',
   'Noise',
   'Output',
+  'prefill',
+  'pytree',
+  'rejection',
   'Result',
   'Round',
+  'sampler_match',
+  'Seen',
   'Stats',
+  'step',
   'Temperature',
   'TopK',
   'TopP',
   'Trainable',
   'Transformer',
   'TransformerConfig',
+  'traversal',
   'TreeDrafter',
   'Verdict',
   'Verifier',
   'Warp',
-  'advance',
-  'block',
-  'compose',
-  'generate',
-  'k_seq',
-  'prefill',
-  'pytree',
-  'rejection',
-  'sampler_match',
-  'step',
-  'traversal',
-  'FIXED',
-  'Adaptive',
-  'Confidence',
-  'Fallback',
-  'ladder',
-  'DraftLength',
-  'Limit',
-  'Seen',
 ]

@@ -24,7 +24,6 @@ from specjax import (
   sources,
   verify,
 )
-from specjax.drafters.model import ModelDrafter
 from specjax.models.transformer import TransformerConfig
 from specjax.types import Drafter
 
@@ -169,7 +168,7 @@ def require_language_model(draft: Mapping[str, Any], why: str) -> None:
   Raises:
     ValueError: it is no draft model.
   """
-  if not isinstance(_build(draft, 1), ModelDrafter):
+  if not hasattr(_build(draft, 1), 'model'):
     raise ValueError(f'draft.drafter is {draft["drafter"]!r}, {why}')
 
 

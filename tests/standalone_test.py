@@ -1,0 +1,104 @@
+"""Each way to draft is a file that can be left out."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import scripts
+
+from specjax import drafters
+
+# What is made of another drafter needs it. `none` is plain decoding, which
+# everything is measured against.
+NEEDS = {
+  'committee': {'model'},
+  'coupled': {'model'},
+  'mixture': {'model', 'ngram'},
+  'tree': {'model'},
+}
+SOURCES = sorted(
+  path
+  for folder in ('specjax', 'eval', 'train')
+  for path in (scripts.ROOT / folder).rglob('*.py')
+)
+
+
+def imported(path):
+  """The files of drafters that are read when this one is."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module:
+      names = [node.module, *(f'{node.module}.{x.name}' for x in node.names)]
+    elif isinstance(node, ast.Import):
+      names = [x.name for x in node.names]
+    else:
+      continue
+    for name in names:
+      parts = name.split('.')
+      if parts[:2] == ['specjax', 'drafters'] and len(parts) > 2:
+        found.add(parts[2])
+  return found & set(drafters.names()) - {'none'}
+
+
+@pytest.mark.parametrize(
+  'path', SOURCES, ids=lambda path: str(path.relative_to(scripts.ROOT))
+)
+def test_no_other_file_is_made_of_it(path):
+  own = path.stem if path.parent.name == 'drafters' else None
+  assert imported(path) <= NEEDS.get(own, set()), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'left', [('model',), ('ngram',), ('eagle', 'model', 'tree')]
+)
+def test_what_is_left_works_without_the_rest(left):
+  """Everything imports, and a page of what is there builds and decodes."""
+  gone = set(drafters.names()) - {'none', *left}
+  program = f"""
+import sys
+gone = {{'specjax.drafters.' + name for name in {gone}}}
+
+class Gone:
+  @staticmethod
+  def find_spec(name, path, target=None):
+    if name in gone:
+      raise ModuleNotFoundError(f'no {{name}}', name=name)
+
+sys.meta_path.insert(0, Gone)
+import importlib, pkgutil, jax, specjax
+for module in pkgutil.walk_packages(specjax.__path__, 'specjax.'):
+  if module.name not in gone:
+    importlib.import_module(module.name)
+from specjax import drafters, experiment, settings
+for name in {sorted(set(left) & {'model', 'eagle'})}:
+  page = 'configs/' + {{'model': 'stdlib', 'eagle': 'eagle'}}[name] + '.py:tiny'
+  settings.check(experiment.load(page).to_dict())
+drafter = specjax.NoDrafter()
+if 'ngram' in {left}:
+  drafter = specjax.NGram(2)
+model = specjax.Markov(jax.numpy.eye(3))
+found = specjax.generate(
+  model, drafter, [[1, 2]], key=jax.random.key(0), max_new_tokens=3
+)
+print(found.new_tokens())
+"""
+  done = subprocess.run(
+    [sys.executable, '-c', program],
+    cwd=scripts.ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert len(ast.literal_eval(done.stdout)[0]) == 3
+
+
+def test_an_import_would_be_seen(tmp_path):
+  path = pathlib.Path(tmp_path / 'other.py')
+  path.write_text('from specjax.drafters import tree\n')
+  assert imported(path) == {'tree'}
+  path.write_text('import specjax.drafters.eagle as e\n')
+  assert imported(path) == {'eagle'}
