@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from specjax import (
@@ -172,10 +173,37 @@ def require_language_model(draft: Mapping[str, Any], why: str) -> None:
     raise ValueError(f'draft.drafter is {draft["drafter"]!r}, {why}')
 
 
+def begins_alike(config: Mapping[str, Any]) -> bool:
+  """Whether drafts of all seeds begin with the same weights.
+
+  Args:
+    config: the sections of a page.
+  """
+  if config['draft'].get('target_layers'):
+    return True
+  build = _builder(config['draft'], config['decode']['k'], config['target'])
+  one, other = (jax.tree.leaves(build(seed)) for seed in (0, 1))
+  return all(map(np.array_equal, one, other))
+
+
 def _build(
   draft: Mapping[str, Any], k: int, target: Mapping[str, Any] | None = None
 ) -> Drafter:
-  """The shapes of a drafter; refuses what makes none.
+  """The shapes of a drafter; refuses what makes none."""
+  build, count = _builder(draft, k, target), draft.get('vocab_size', 0)
+  drafter = jax.eval_shape(lambda: build(0))
+  if count and not getattr(drafter, 'vocabulary', ()):
+    raise ValueError(
+      f'draft.vocab_size is {count}, and draft.drafter {draft["drafter"]!r}'
+      ' drafts of the whole vocabulary: it must be 0'
+    )
+  return drafter
+
+
+def _builder(
+  draft: Mapping[str, Any], k: int, target: Mapping[str, Any] | None
+) -> Callable[[int], Drafter]:
+  """Makes a drafter from a seed.
 
   Where the target is not described, as one from a file is not, it is tiny.
   """
@@ -183,15 +211,9 @@ def _build(
   wanted = TransformerConfig(2, 2, 1, 1, 1, 1)
   if target and not target['path']:
     wanted = TransformerConfig(vocab_size=2, **sizes(target))
-  count = draft.get('vocab_size', 0)
-  config = {**draft, 'k': k, 'vocabulary': range(count)}
-  drafter = jax.eval_shape(lambda: build(config, wanted, nnx.Rngs(0)))
-  if count and not getattr(drafter, 'vocabulary', ()):
-    raise ValueError(
-      f'draft.vocab_size is {count}, and draft.drafter {draft["drafter"]!r}'
-      ' drafts of the whole vocabulary: it must be 0'
-    )
-  return drafter
+  vocabulary = range(draft.get('vocab_size', 0))
+  config = {**draft, 'k': k, 'vocabulary': vocabulary}
+  return lambda seed: build(config, wanted, nnx.Rngs(seed))
 
 
 def _check_training(section: str, training: Mapping[str, Any]) -> None:

@@ -128,6 +128,18 @@ def test_a_mistake_in_an_axis_is_refused_before_anything_is_done(given, words):
     planned(page(), given)
 
 
+def test_seeds_that_make_no_difference_are_refused():
+  """An interval over equal drafts would be empty."""
+  heads = page(draft__drafter='medusa', draft__medusa={'heads': 2})
+  planned(heads)
+  heads['ablation']['seeds'] = 2
+  with pytest.raises(ValueError, match='seeds is 2, .*medusa.* begins alike'):
+    planned(heads)
+  taken = page(draft__target_layers=(0,), ablation__seeds=2)
+  with pytest.raises(ValueError, match='seeds is 2, .*model.* begins alike'):
+    planned(taken)
+
+
 def test_an_axis_within_an_axis_is_refused():
   config = page()
   config['ablation']['axes']['draft'] = {'model': ({'width': 16},)}

@@ -215,6 +215,14 @@ def _check(config: Mapping[str, Any]) -> None:
       f'distill.patience is {patience}: drafts that are compared make equally'
       ' many steps, so it must be 0'
     )
+  seeds = config['ablation']['seeds']
+  if seeds > 1 and settings.begins_alike(config):
+    name = config['draft']['drafter']
+    raise ValueError(
+      f'ablation.seeds is {seeds}, and this draft ({name}) begins alike for'
+      ' every seed and sees the same batches: its interval would be empty, set'
+      ' it to 1'
+    )
 
 
 def _common(
