@@ -423,10 +423,10 @@ class Workspace:
     """
     target, drafter = self.target(), self.drafter(draft)
     text = self.rollouts(target, self.config['decode']['temperature'])
-    count = jax.jit(distill.rank_accuracy, static_argnums=2)
     ranks = min(RANKS, target.vocab_size)
     parts = [
-      count(drafter, target, ranks, batch) for batch in data.in_order(text, 16)
+      _rank_hits(drafter, target, ranks, batch)
+      for batch in data.in_order(text, 16)
     ]
     hits, weight = (sum(part) for part in zip(*parts, strict=True))
     return np.asarray(hits / jnp.maximum(weight, 1.0))
@@ -558,6 +558,9 @@ class Workspace:
         f'{folder} was trained with tokenizer {trained[:12]} and the run has'
         f' {self.tokenizer.hash[:12]}: train it again in another --workdir'
       )
+
+
+_rank_hits = jax.jit(distill.rank_accuracy, static_argnums=2)
 
 
 def _hash_of_target(folder: Path, path: str) -> str:
