@@ -99,11 +99,6 @@ class Entry(NamedTuple):
   arms: list[Arm]
   left_out: list[dict[str, str]]
 
-  @property
-  def float32(self):
-    """Whether the target computes in it: elsewhere near-ties are wide."""
-    return self.targets[None].config.dtype == 'float32'
-
 
 def prepare(workspace):
   """Loads what takes part, and refuses what cannot, before any work.
@@ -315,7 +310,7 @@ def certificates(entry):
       each=EACH,
       max_new_tokens=c['max_new_tokens'],
       tables=tables[arm.rule],
-      float32=entry.float32,
+      seeds=False,  # greedy text is compared where it is timed
       level=certify.LEVEL / len(cases),
     )
     found.append({'beta': beta, **arm._asdict(), **got.summary()})
@@ -346,7 +341,7 @@ def margin(row):
 def show(report):
   """Prints a table for each target, temperature and batch."""
   console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 96)
+  console.width = max(console.width, 120)  # of the widest table
   verdicts = {
     (row['beta'], row['drafter'], row['rule']): row['verdict']
     for row in report['certificates']
@@ -373,7 +368,9 @@ def show(report):
       *(['greedy'] if t == 0 else []),
       'certificate',
     ):
-      table.add_column(column.replace('[', r'\['), justify='right')
+      table.add_column(
+        column.replace('[', r'\['), justify='right', no_wrap=True
+      )
     best = max(row['speedup'] for row in rows)
     for row in rows:
       verdict = verdicts.get((beta, row['drafter'], row['rule']), '')
@@ -421,7 +418,7 @@ def show_pairs(console, pairs):
   console.print('\nat as many scored nodes, tokens per round and time')
   table = new_table('', 'rule', 'against', 'rule')
   for column in ('nodes', 'T', 'batch', 'tokens/round', 'faster'):
-    table.add_column(column, justify='right')
+    table.add_column(column, justify='right', no_wrap=True)
   for row in pairs:
     one, other, faster = row['arm'], row['against'], row['faster']
     table.add_row(
