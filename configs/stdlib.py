@@ -127,6 +127,28 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   speedup.others = 32  # to predict from; greedy texts differ much
   speedup.repeats = 3  # the fewest with a median inside least and most
 
+  # Ways to draft, as kind:draft@size, for eval/drafters.py; configs/drafters.py
+  # has more of them.
+  config.drafters = contest = config_dict.ConfigDict()
+  contest.arms = (
+    'ngram',
+    'suffix',
+    'model:draft',
+    'iid:draft',  # a tree of 2x2, which are as many nodes as decode.k
+    'distinct:draft',
+    'mixture:draft',
+    'early_exit:1',
+  )
+  contest.rules = ('rejection', 'block', 'traversal')  # those that fit an arm
+  contest.contrastive_arms = ('model:draft', 'ngram')  # in front of that target
+  contest.amateur = 'draft'  # of models.contrastive; its expert is the target
+  contest.alpha = 0.1  # the least share of the largest p that is plausible
+  contest.betas = (0.0, 0.1, 0.5)  # strengths of the contrast; () leaves it out
+  contest.batches = (1, 8)
+  contest.temperatures = (0.0, 1.0)
+  contest.prompts = 4
+  contest.repeats = 3
+
   # Drafts of about 1/2, 1/5, 1/10, 1/20 and 1/50 of the target's parameters, a
   # column each. Depth shrinks with width, down to the two layers it takes to
   # look back at what followed a token earlier.
@@ -161,6 +183,10 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
     speedup.batches, speedup.ks = (1, 2), (1, 2)
     speedup.controlled_k = 2
     speedup.prompts, speedup.repeats, speedup.others = 2, 2, 2
+    contest.arms = 'ngram', 'model:draft', 'distinct:draft@2', 'mixture:draft'
+    contest.rules = 'rejection', 'block', 'traversal'
+    contest.betas, contest.batches = (0.5,), (1, 2)
+    contest.prompts, contest.repeats = 2, 2
     sizes.width, sizes.layers, sizes.hidden = (32, 16), (1, 1), (32, 16)
     sizes.heads, sizes.kv_heads = (2, 1), (1, 1)
     sizes.learning_rate = (4e-3, 4e-3)

@@ -47,7 +47,12 @@ DRAFTER = flags.DEFINE_enum(
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 BRANCHING = flags.DEFINE_list(
-  'branching', ['2', '2'], 'children of a node of a tree, by depth'
+  'branching',
+  None,
+  "children of a node of a tree, by depth (default: the draft's own, or 2,2)",
+)
+NODES = flags.DEFINE_integer(
+  'nodes', None, 'of a tree of candidates, the best for its draft'
 )
 SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
 
@@ -95,8 +100,12 @@ def generate(workspace: Workspace, warp, write):
   """Streams to stdout; `write(text, origin)` dresses a piece."""
   c, tokenizer = workspace.config['decode'], workspace.tokenizer
   target = workspace.target()
-  branching = experiment.numbers('--branching', BRANCHING.value)
-  drafter = workspace.proposer(DRAFTER.value, DRAFT.value, warp, branching)
+  branching = BRANCHING.value
+  if branching is not None:
+    branching = experiment.numbers('--branching', branching)
+  drafter = workspace.proposer(
+    DRAFTER.value, DRAFT.value, warp, branching, nodes=NODES.value
+  )
   controller = workspace.controller(DRAFTER.value, target, drafter)
   prompt = tokenizer.start + tokenizer.encode(PROMPT.value)
   prompt = prompt or [tokenizer.eos_id]

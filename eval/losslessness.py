@@ -48,7 +48,12 @@ DRAFTER = flags.DEFINE_enum(
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 BRANCHING = flags.DEFINE_list(
-  'branching', ['2', '2'], 'children of a node of a tree, by depth'
+  'branching',
+  None,
+  "children of a node of a tree, by depth (default: the draft's own, or 2,2)",
+)
+NODES = flags.DEFINE_integer(
+  'nodes', None, 'of a tree of candidates, the best for its draft'
 )
 VERIFY = flags.DEFINE_string(
   'verify',
@@ -109,7 +114,9 @@ def main(config, folder):
 
 def check():
   """Refuses what cannot be measured, before any work."""
-  experiment.numbers('--branching', BRANCHING.value)
+  branching()
+  if NODES.value is not None and NODES.value < 1:
+    raise ValueError(f'--nodes is {NODES.value}: at least 1')
   if NUM_TOKENS.value < FEWEST:
     raise ValueError(
       f'--num_tokens is {NUM_TOKENS.value}: the tests need at least {FEWEST}'
@@ -118,6 +125,12 @@ def check():
     raise ValueError(f'--tables is {TABLES.value}: at least 1')
   if SEQUENCES.value < 0:
     raise ValueError(f'--sequences is {SEQUENCES.value}: 0 or more')
+
+
+def branching():
+  """Children by depth, if they are said."""
+  given = BRANCHING.value
+  return None if given is None else experiment.numbers('--branching', given)
 
 
 def measure(workspace, rule):
@@ -130,27 +143,30 @@ def measure(workspace, rule):
     DRAFTER.value,
     DRAFT.value,
     warp,
-    experiment.numbers('--branching', BRANCHING.value),
+    branching(),
+    nodes=NODES.value,
   )
   subject = tiers.Subject(
     target,
     drafter,
     rule,
     warp,
-    direction(workspace, warp),
+    workspace.direction(DRAFTER.value, DRAFT.value, warp),
     jax.random.key(SEED.value),
     workspace.controller(DRAFTER.value, target, drafter, batch=PROMPTS * EACH),
   )
   prompts = workspace.prompts('test', PROMPTS, c['prompt_length'])
-  # Rows with room for two rounds have pairs of tokens K + 1 apart.
-  new = max(c['max_new_tokens'], 2 * (c['k'] + 1))
-  rows = {'each': EACH, 'max_new_tokens': new}
-  batches = -(-NUM_TOKENS.value // (PROMPTS * EACH * new))
-  tests, seen, text = tiers.against_the_law(
-    subject, prompts, lags=c['k'] + 1, batches=batches, **rows
+  found = tiers.certify(
+    subject,
+    c['verify'],
+    prompts,
+    tokens=NUM_TOKENS.value,
+    depth=c['k'],
+    each=EACH,
+    max_new_tokens=c['max_new_tokens'],
+    tables=tiers.on_tables(c['verify'], rule, TABLES.value),
+    float32=target.config.dtype == 'float32',
   )
-  equal = tiers.with_equal_seeds(subject, prompts, **rows)
-  tables = tiers.on_tables(c['verify'], rule, TABLES.value)
   half = subject._replace(target=in_bfloat16(subject.target))
   near = tiers.with_equal_seeds(half, prompts[:HALF_PROMPTS], **HALF)
   display = []
@@ -163,33 +179,15 @@ def measure(workspace, rule):
       **SHOWN,
     )
 
-  lossy = verify.is_lossy(c['verify'])
-  # Of a rule of one's own it is not known whether it reports its tests.
-  decisive = tables if c['verify'] in verify.RULES else []
-  # In bfloat16 near-ties are common, and wider than float32's.
-  seeds = equal if subject.target.config.dtype == 'float32' else []
-  verdict = 'PASS' if tiers.exact(tests, seeds, decisive) else 'FAIL'
-  plain, other = seen[tiers.PLAIN], seen[tiers.SPECULATIVE]
-  moved, half_width = certify.leak(other)
   report = {
-    'verdict': 'LOSSY' if lossy else verdict,
     'drafter': DRAFTER.value,
     'draft': DRAFT.value,
     'rule': c['verify'],
     'draft_length': c['draft_length'],
     'k': c['k'],
     'temperature': c['temperature'],
-    'tokens': int(other.p.size),
-    **metrics.summarize(*text[tiers.SPECULATIVE]),
-    'level': certify.LEVEL,
-    'tests': [test._asdict() | {'z': test.z} for test in tests],
-    'power': certify.POWER,
-    'detectable_leak': certify.detectable_leak(plain, len(tests)),
-    'tv_of_draft': float(plain.tv.mean()),
-    'leak': moved,
-    'leak_half_width': half_width,
-    'tables': tables,
-    'equal_seeds': equal,
+    **metrics.summarize(*found.text[tiers.SPECULATIVE]),
+    **found.summary(),
     'equal_seeds_bfloat16': near,
     'display': display,
     'seconds': time.perf_counter() - start,
@@ -197,14 +195,7 @@ def measure(workspace, rule):
     'versions': runs.versions(),
     'config': workspace.config,
   }
-  return report, {arm: certify.pit(found) for arm, found in seen.items()}
-
-
-def direction(workspace, warp):
-  """Whose law to look for leaks of: the draft's, or that of what it copies."""
-  if DRAFTER.value in ('ngram', 'suffix', 'none'):
-    return certify.Replayed(workspace.proposer(DRAFTER.value, '', warp))
-  return workspace.drafter(DRAFT.value.split(',')[0], warp)
+  return report, {arm: certify.pit(seen) for arm, seen in found.seen.items()}
 
 
 def in_bfloat16(target):

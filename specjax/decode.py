@@ -305,7 +305,7 @@ def prefill(
   batch, size = tokens.shape
   stop = jnp.minimum(stop, size)
   room = -(-size // CHUNK) * CHUNK  # whole chunks, else a slice would clamp
-  nodes = _nodes(target, drafter, batch, room)
+  nodes = shapes(target, drafter, batch, room).tokens.shape[1]
   # One block may be written from the last position on.
   space = room + max(nodes + 1, CHUNK)
   cache = target.init_cache(batch, space)
@@ -351,8 +351,17 @@ def prefill(
   )
 
 
-def _nodes(target, drafter, batch, size) -> int:
-  """N, found by tracing a proposal."""
+def shapes(
+  target: LanguageModel, drafter: Drafter, batch: int = 1, size: int = CHUNK
+) -> Draft:
+  """What a drafter proposes, by tracing it: shapes and dtypes for arrays.
+
+  Args:
+    target: which the drafter may borrow from.
+    drafter: proposes.
+    batch: rows.
+    size: of the token buffer.
+  """
 
   def propose():
     cache = target.init_cache(batch, size)
@@ -363,7 +372,7 @@ def _nodes(target, drafter, batch, size) -> int:
     keys = Keys(rows, rows)
     return drafter.propose(target, cache, memory, keys, tokens, length)[0]
 
-  return jax.eval_shape(propose).tokens.shape[1]
+  return jax.eval_shape(propose)
 
 
 def _require_own(controller: DraftLength, control: Any):

@@ -23,6 +23,7 @@ from scipy import stats
 # light for a line on white. The markers say the same without colour.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00')
 _MARKERS = ('o', 's', '^', 'D', 'v', 'P')
+_FILLS = 'full', 'none', 'left', 'right', 'top', 'bottom'
 GREY = '#666666'
 # Of a round, from the bottom of a bar, as `sweep.predict` names them.
 PARTS = ('host', 'draft', 'verify', 'loop')
@@ -212,6 +213,77 @@ def training_curves(
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     label_axes(axis, label, 'step')
   return save_figure(figure, path, list(handles.values()))
+
+
+def contest(
+  path: Path,
+  rows: Iterable[Mapping[str, Any]],
+  title: str = 'Ways to draft',
+) -> pathlib.Path:
+  """Speedup against tokens per round, a panel per temperature and batch.
+
+  Args:
+    path: the PNG to write.
+    rows: with `drafter`, `rule`, `temperature`, `batch`, `tokens_per_round`,
+      `speedup`, `speedup_min` and `speedup_max`; those with a `beta` other than
+      None are of another target, and left out. A drafter has a colour and a
+      marker, a rule the way that it is filled.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = [row for row in rows if row.get('beta') is None]
+  names, rules = (
+    list(dict.fromkeys(row[key] for row in rows)) for key in ('drafter', 'rule')
+  )
+  looks = {
+    # Twelve and more: colours come again with other markers.
+    name: {
+      'color': _COLOURS[i % 6],
+      'marker': _MARKERS[(i + i // 6) % 6],
+      'linestyle': '',
+      'markersize': 7,
+    }
+    for i, name in enumerate(names)
+  }
+  fills = dict(zip(rules, itertools.cycle(_FILLS)))
+  cases = sorted({(row['temperature'], row['batch']) for row in rows})
+  columns = min(len(cases), 2)
+  lines = -(-len(cases) // columns)
+  legend = 0.25 * (-(-(len(names) + len(rules)) // 3))
+  figure = new_figure(title, width=10, height=3.9 * lines + legend)
+  panels = figure.subplots(lines, columns, squeeze=False).ravel()
+  for panel, case in zip(panels, cases, strict=False):
+    panel.axhline(1, color=GREY, linewidth=1)
+    for row in rows:
+      if (row['temperature'], row['batch']) == case:
+        low, high = (
+          abs(row[key] - row['speedup'])
+          for key in ('speedup_min', 'speedup_max')
+        )
+        panel.errorbar(
+          row['tokens_per_round'],
+          row['speedup'],
+          [[low], [high]],
+          elinewidth=0.8,
+          **looks[row['drafter']],
+          fillstyle=fills[row['rule']],
+        )
+    label_axes(panel, f'T = {case[0]:g}, batch {case[1]}', 'tokens per round')
+    panel.set_ylabel('speedup over plain (×)')
+  for panel in panels[len(cases) :]:
+    panel.set_axis_off()
+  handles = [
+    panels[0].plot([], [], label=name, **look)[0]
+    for name, look in looks.items()
+  ]
+  rule = {'color': GREY, 'marker': 'o', 'linestyle': '', 'markersize': 7}
+  handles += [
+    panels[0].plot([], [], label=name, fillstyle=fill, **rule)[0]
+    for name, fill in fills.items()
+  ]
+  return save_figure(figure, path, handles)
 
 
 def draft_size(

@@ -462,10 +462,33 @@ def arguments(
 
 
 def with_warp(drafter: Drafter, warp: Warp) -> Drafter:
-  """The drafter with the target's warp, if it has one."""
-  if not hasattr(drafter, 'warp'):
-    return drafter
-  return dataclasses.replace(drafter, warp=warp)
+  """The drafter with the target's warp wherever it, or a part, has one."""
+  if isinstance(drafter, tuple):
+    return tuple(with_warp(part, warp) for part in drafter)
+  if hasattr(drafter, 'warp'):
+    return dataclasses.replace(drafter, warp=warp)
+  parts = {
+    name: with_warp(part, warp) for name, part in _parts(drafter).items()
+  }
+  return dataclasses.replace(drafter, **parts) if parts else drafter
+
+
+def _parts(drafter: Any) -> dict[str, Any]:
+  """The drafters, or tuples of them, that a drafter is made of."""
+  fields = dataclasses.fields(drafter) if _is_pytree(drafter) else ()
+  found = {field.name: getattr(drafter, field.name) for field in fields}
+  return {
+    name: value
+    for name, value in found.items()
+    if all(
+      hasattr(part, 'propose')
+      for part in (value if isinstance(value, tuple) and value else [value])
+    )
+  }
+
+
+def _is_pytree(x: Any) -> bool:
+  return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
 def _has_memory(target, drafter) -> bool:
@@ -477,13 +500,17 @@ def _describe(model: Any) -> dict[str, Any]:
   """A model's or a drafter's class, sizes and fixed numbers, as JSON."""
   leaves = jax.tree.leaves(model)
   shapes = [f'{jnp.result_type(x)}{list(np.shape(x))}' for x in leaves]
-  fields = dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()
+  fields = dataclasses.fields(model) if _is_pytree(model) else ()
   fixed = {
     field.name: repr(getattr(model, field.name))
     for field in fields
     if field.metadata.get('static') and field.name != 'k'
   }
   inner = getattr(model, 'model', model)
+  parts = {
+    name: [_describe(x) for x in (part if isinstance(part, tuple) else [part])]
+    for name, part in _parts(model).items()
+  }
   return {
     'class': f'{type(model).__module__}:{type(model).__qualname__}',
     'parameters': sum(int(np.size(leaf)) for leaf in leaves),
@@ -491,6 +518,7 @@ def _describe(model: Any) -> dict[str, Any]:
     'sizes': hashlib.sha256(str(shapes).encode()).hexdigest()[:16],
     'config': repr(getattr(inner, 'config', None)),
     'fixed': fixed,
+    **({'parts': parts} if parts else {}),
   }
 
 

@@ -41,6 +41,26 @@ _ADDED = {
   'decode': {'verify': 'rejection', 'draft_length': 'fixed'},
   'speedup': {'controllers': (), 'controlled_k': 8, 'others': 32},
 }
+_ADDED_DRAFTERS = {
+  'arms': (
+    'ngram',
+    'suffix',
+    'model:draft',
+    'iid:draft',
+    'distinct:draft',
+    'mixture:draft',
+    'early_exit:1',
+  ),
+  'rules': ('rejection', 'block', 'traversal'),
+  'contrastive_arms': ('model:draft', 'ngram'),
+  'amateur': 'draft',
+  'alpha': 0.1,
+  'betas': (0.0, 0.1, 0.5),
+  'batches': (1, 8),
+  'temperatures': (0.0, 1.0),
+  'prompts': 4,
+  'repeats': 3,
+}
 _ADDED_DATA = {
   'corpus': 1.0,
   'target': 0.0,
@@ -65,6 +85,8 @@ def complete(config: Any) -> Any:
   _fill(config, _ADDED)
   if 'distill' in config and 'data' not in config:
     config['data'] = dict(_ADDED_DATA)
+  if 'speedup' in config and 'drafters' not in config:
+    config['drafters'] = dict(_ADDED_DRAFTERS)
   return config
 
 

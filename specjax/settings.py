@@ -67,6 +67,7 @@ _LEAST = {
 }
 _POSITIVE = 'clip', 'learning_rate'
 _NOT_NEGATIVE = (
+  'betas',
   'eta',
   'horizon_decay',
   'temperature',
@@ -75,7 +76,7 @@ _NOT_NEGATIVE = (
 )
 # Of the target, but no sizes of it.
 _ADOPTED = 'path', 'tokenizer_path', 'sha256'
-_MAY_BE_EMPTY = ('controllers',)
+_MAY_BE_EMPTY = 'controllers', 'betas', 'contrastive_arms'
 _WEIGHTS = ('kl_weight',)  # which may be infinite
 
 

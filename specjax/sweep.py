@@ -94,7 +94,16 @@ class Race:
         choose is counted, and not predicted.
       controlled_k: the longest draft that they may choose, at most the longest
         of `ks`.
+
+    Raises:
+      ValueError: the drafter grows trees.
     """
+    if decode.shapes(target, drafter).parents is not None:
+      raise ValueError(
+        f'{name} drafts a tree, whose shape is fixed, and a sweep is over the'
+        ' length of chains: `python eval/drafters.py` measures trees, among its'
+        ' config.drafters.arms'
+      )
     self.batch = len(groups[0])
     self.results = {}
     self._target = target
@@ -261,55 +270,20 @@ class Race:
       between the plain target's two highest logits there. A block's pass and a
       step's add in another order, so a gap of some 1e-5 may go either way.
     """
-    found = []
-    for arm in self._drafting:
-      for part, (plain, other) in enumerate(
-        zip(results[PLAIN], results[arm], strict=True)
-      ):
-        where = {'drafter': arm.name, 'batch': self.batch, 'k': arm.k}
-        for mismatch in bits.first_mismatches(self._target, plain, other):
-          prompt = part * self.batch + mismatch.pop('row')
-          found.append({**where, 'prompt': prompt, **mismatch})
-    return found
+    return [
+      {'drafter': arm.name, 'batch': self.batch, 'k': arm.k, **mismatch}
+      for arm in self._drafting
+      for mismatch in mismatches(self._target, results[PLAIN], results[arm])
+    ]
 
   def _row(self, arm, temperature, seconds, results) -> dict[str, Any]:
-    spread = timing.ratio(seconds[PLAIN], seconds[arm])
-    summary = metrics.summarize(*results)
-    new = [tokens for result in results for tokens in result.new_tokens()]
-    # The loop goes on until the slowest row of a batch is done.
-    rounds, plain = (
-      sum(int(result.stats.rounds.max()) for result in some)
-      for some in (results, self.results[temperature][PLAIN])
-    )
+    plain = self.results[temperature][PLAIN]
     return {
       'drafter': arm.name,
       'temperature': temperature,
       'batch': self.batch,
       'k': arm.k,
-      'speedup': spread.median,
-      'speedup_min': spread.min,
-      'speedup_max': spread.max,
-      'tokens_per_second': summary['tokens'] / float(np.median(seconds[arm])),
-      'baseline_tokens_per_second': summary['tokens']
-      / float(np.median(seconds[PLAIN])),
-      'tokens_per_pass': summary['tokens'] / self.batch / rounds,
-      'round_seconds': float(np.median(seconds[arm])) / rounds,
-      'plain_round_seconds': float(np.median(seconds[PLAIN])) / plain,
-      'rounds_per_call': rounds / self.parts,
-      'plain_rounds': plain,
-      'lengths': np.sum(
-        [costs.batch_lengths(r.stats.lengths) for r in results], 0
-      ).tolist(),
-      'repetition': metrics.repetition(new),
-      'acceptance_by_depth': summary['acceptance_by_depth'][: arm.k],
-      **{
-        key: summary[key]
-        for key in (
-          'acceptance_rate',
-          'accepted_per_round',
-          'tokens_per_round',
-        )
-      },
+      **measured(seconds[arm], seconds[PLAIN], results, plain, arm.k),
     }
 
   def _decoding(self, arm, temperature, state):
@@ -330,6 +304,78 @@ class Race:
 
   def _finish(self, state) -> generation.Result:
     return generation.finish(state, self._prompt_length)
+
+
+def measured(
+  seconds: Sequence[float],
+  plain_seconds: Sequence[float],
+  results: Sequence[generation.Result],
+  plain: Sequence[generation.Result],
+  depth: int,
+) -> dict[str, Any]:
+  """What a row of a table says of one way to decode, and of plain decoding.
+
+  Args:
+    seconds: of each repeat.
+    plain_seconds: of plain decoding, in turns with it.
+    results: of the groups of prompts.
+    plain: of plain decoding.
+    depth: of a draft.
+  """
+  spread = timing.ratio(plain_seconds, seconds)
+  summary = metrics.summarize(*results)
+  new = [tokens for result in results for tokens in result.new_tokens()]
+  # The loop goes on until the slowest row of a batch is done.
+  rounds, plain_rounds = (
+    sum(int(result.stats.rounds.max()) for result in some)
+    for some in (results, plain)
+  )
+  own, theirs = float(np.median(seconds)), float(np.median(plain_seconds))
+  return {
+    'speedup': spread.median,
+    'speedup_min': spread.min,
+    'speedup_max': spread.max,
+    'tokens_per_second': summary['tokens'] / own,
+    'baseline_tokens_per_second': summary['tokens'] / theirs,
+    'tokens_per_pass': summary['tokens'] / len(results[0].length) / rounds,
+    'round_seconds': own / rounds,
+    'plain_round_seconds': theirs / plain_rounds,
+    'rounds_per_call': rounds / len(results),
+    'plain_rounds': plain_rounds,
+    'lengths': np.sum(
+      [costs.batch_lengths(r.stats.lengths) for r in results], 0
+    ).tolist(),
+    'repetition': metrics.repetition(new),
+    'acceptance_by_depth': summary['acceptance_by_depth'][:depth],
+    **{
+      key: summary[key]
+      for key in ('acceptance_rate', 'accepted_per_round', 'tokens_per_round')
+    },
+  }
+
+
+def mismatches(
+  target: LanguageModel,
+  plain: Sequence[generation.Result],
+  other: Sequence[generation.Result],
+) -> list[dict[str, Any]]:
+  """Where greedy text first leaves greedy plain text; `bits.first_mismatches`.
+
+  Args:
+    target: which wrote both.
+    plain: of the groups of prompts.
+    other: likewise.
+
+  Returns:
+    For each row that differs the number of its `prompt`, over all groups,
+    `position` and `margin`.
+  """
+  found = []
+  for part, pair in enumerate(zip(plain, other, strict=True)):
+    for mismatch in bits.first_mismatches(target, *pair):
+      prompt = part * len(pair[0].length) + mismatch.pop('row')
+      found.append({'prompt': prompt, **mismatch})
+  return found
 
 
 def groups(prompts: Prompts, batch: int, count: int) -> list[Prompts]:

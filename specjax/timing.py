@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from specjax import trees
 from specjax.decode import DecodeState
 from specjax.types import Array, Block, Drafter, Keys, LanguageModel
 
@@ -166,7 +167,10 @@ def proposals(
       target, state.cache, memory, keys, tokens, state.length
     )
     first = draft.tokens[:, :1]
-    block = Block(jnp.concatenate([first, draft.tokens], 1), draft.parents)
+    parents = draft.parents
+    if parents is not None:
+      parents = trees.block_parents(parents)
+    block = Block(jnp.concatenate([first, draft.tokens], 1), parents)
     output, _ = jax.eval_shape(target.extend, block, state.cache)
     output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)
     kept = jnp.zeros(block.tokens.shape, bool)

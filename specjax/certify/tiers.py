@@ -83,6 +83,95 @@ class Subject(NamedTuple):
     )
 
 
+class Certificate(NamedTuple):
+  """What was found of a subject, and what it comes to.
+
+  Attributes:
+    verdict: 'PASS' or 'FAIL'; 'LOSSY' of a rule that is known to be.
+    tests: those that decide, of both arms.
+    seen: the evidence, by arm.
+    text: likewise.
+    equal: what `with_equal_seeds` found.
+    tables: what `on_tables` found.
+    level: chance that a lossless decoder fails the tests.
+  """
+
+  verdict: str
+  tests: list[decisions.Test]
+  seen: dict[str, samples.Evidence]
+  text: dict[str, list[generation.Result]]
+  equal: list[dict[str, Any]]
+  tables: Sequence[Mapping[str, Any]]
+  level: float
+
+  def summary(self) -> dict[str, Any]:
+    """The verdict and what it rests on, as JSON."""
+    plain, other = self.seen[PLAIN], self.seen[SPECULATIVE]
+    moved, half_width = decisions.leak(other)
+    return {
+      'verdict': self.verdict,
+      'tokens': int(other.p.size),
+      'level': self.level,
+      'tests': [test._asdict() | {'z': test.z} for test in self.tests],
+      'power': decisions.POWER,
+      'detectable_leak': decisions.detectable_leak(
+        plain, len(self.tests), self.level
+      ),
+      'tv_of_draft': float(plain.tv.mean()),
+      'leak': moved,
+      'leak_half_width': half_width,
+      'tables': self.tables,
+      'equal_seeds': self.equal,
+    }
+
+
+def certify(
+  subject: Subject,
+  rule: str,
+  prompts: Prompts,
+  *,
+  tokens: int,
+  depth: int,
+  each: int,
+  max_new_tokens: int,
+  tables: Sequence[Mapping[str, Any]],
+  float32: bool = True,
+  seeds: bool = True,
+  level: float = decisions.LEVEL,
+) -> Certificate:
+  """All parts that decide.
+
+  Args:
+    subject: what to certify.
+    rule: its name.
+    prompts: to be continued.
+    tokens: to test, of each arm, or a little more.
+    depth: K, of a draft: the tests look at pairs of tokens up to K + 1 apart.
+    each: rows of each prompt in a batch, even.
+    max_new_tokens: of each row, or more if two rounds need that.
+    tables: what `on_tables` found of the rule.
+    float32: whether the target computes in it. Where it does not near-ties are
+      common, and wide, so that equal seeds decide nothing.
+    seeds: whether to compare text of equal seeds.
+    level: chance that a lossless decoder fails.
+  """
+  # Rows with room for two rounds have pairs of tokens K + 1 apart.
+  new = max(max_new_tokens, 2 * (depth + 1))
+  rows = {'each': each, 'max_new_tokens': new}
+  batches = -(-tokens // (len(prompts) * each * new))
+  tests, seen, text = against_the_law(
+    subject, prompts, lags=depth + 1, batches=batches, level=level, **rows
+  )
+  equal = with_equal_seeds(subject, prompts, **rows) if seeds else []
+  # Of a rule of one's own it is not known whether it reports its tests.
+  decisive = tables if rule in verify.RULES else ()
+  passed = exact(tests, equal if float32 else (), decisive)
+  verdict = 'PASS' if passed else 'FAIL'
+  if verify.is_lossy(rule):
+    verdict = 'LOSSY'
+  return Certificate(verdict, tests, seen, text, equal, tables, level)
+
+
 def on_tables(name: str, rule: Verifier, tables: int) -> list[dict[str, Any]]:
   """The rule, enumerated on random tables: what law it gives without any luck.
 
@@ -136,6 +225,7 @@ def against_the_law(
   batches: int,
   each: int,
   max_new_tokens: int,
+  level: float = decisions.LEVEL,
 ) -> tuple[
   list[decisions.Test],
   dict[str, samples.Evidence],
@@ -150,6 +240,7 @@ def against_the_law(
     batches: of each arm.
     each: rows of each prompt in a batch, even.
     max_new_tokens: of each row.
+    level: of all tests together.
 
   Returns:
     The tests of both arms, and by arm the evidence and the text.
@@ -160,7 +251,7 @@ def against_the_law(
     for i, arm in enumerate(ARMS):
       text[arm] = subject.sample(arm, prompts, i, done=bar.advance, **size)
       seen[arm] = subject.observe(text[arm], bar.advance)
-  return decisions.decide(seen, lags), seen, text
+  return decisions.decide(seen, lags, level), seen, text
 
 
 def with_equal_seeds(
