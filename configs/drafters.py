@@ -5,6 +5,7 @@
     python train/distill.py --config configs/heads.py --draft=medusa
     python train/distill.py --config configs/heads.py --draft=blockwise \
         --config.draft.drafter=blockwise
+    python train/distill.py --config configs/eagle.py --draft=eagle
     python train/distill.py --config configs/early_exit.py --draft=exit \
         --config.distill.steps=240 --config.distill.warmup=24
     python eval/drafters.py --config configs/drafters.py
@@ -37,6 +38,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   contest.pages.draft = 'configs/stdlib.py'
   contest.pages.medusa = 'configs/heads.py'
   contest.pages.blockwise = 'configs/heads.py --config.draft.drafter=blockwise'
+  contest.pages.eagle = 'configs/eagle.py'
   contest.pages.exit = f'configs/early_exit.py {AS_LONG}'
   if variant != 'tiny':
     config.decode.k = 4  # as many as there are heads
@@ -51,6 +53,11 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
       'candidates:medusa@16',
       'model:blockwise',
       'candidates:blockwise',
+      'model:eagle',
+      'candidates:eagle',
+      'model:eagle@8',
+      'candidates:eagle@8',
+      'candidates:eagle@16',
       'early_exit:1',
       'early_exit:2',
       'early_exit:3',

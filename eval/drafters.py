@@ -39,7 +39,6 @@ from specjax import (
 )
 from specjax.certify import tiers
 from specjax.contest import Arm
-from specjax.drafters.model import ModelDrafter
 from specjax.models.contrastive import Contrastive
 from specjax.types import Drafter, LanguageModel, Verifier
 from specjax.workspace import Workspace
@@ -128,7 +127,7 @@ def prepare(workspace):
   targets = {None: target}
   if c['betas']:
     amateur = workspace.drafter(c['amateur'])
-    if not isinstance(amateur, ModelDrafter):
+    if not hasattr(amateur, 'model'):
       raise ValueError(
         f'drafters.amateur is {c["amateur"]!r}, which is no draft model'
       )

@@ -20,6 +20,7 @@ from specjax import (
   costs,
   decode,
   draft_length,
+  drafters,
   generation,
   metrics,
   pricing,
@@ -28,7 +29,6 @@ from specjax import (
   warps,
 )
 from specjax.certify import bits
-from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.pricing import PLAIN, Arm
 from specjax.types import Drafter, LanguageModel, Verifier
@@ -113,7 +113,7 @@ class Race:
     fixed: dict[Arm, Drafter] = {
       PLAIN: NoDrafter(),
       **{Arm(name, k): drafter.at(k) for k in ks},
-      self._lookup: NGram(ngram_k),
+      self._lookup: drafters.find('ngram').NGram(ngram_k),
     }
     # What rounds cost is known later, and no part of a program.
     self._controllers = {

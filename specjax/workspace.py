@@ -40,12 +40,7 @@ from specjax import (
   warps,
 )
 from specjax.candidates import CandidateTree, full_tree, sparse_tree
-from specjax.drafters.committee import Committee
-from specjax.drafters.coupled import CoupledDrafter
-from specjax.drafters.model import ModelDrafter
-from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
-from specjax.drafters.tree import TreeDrafter
 from specjax.heads import HeadsDrafter
 from specjax.models import llama2c
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -368,10 +363,9 @@ class Workspace:
       )
     if kind == 'none':
       return NoDrafter()
-    if kind == 'ngram':
-      return NGram(k)
-    if kind == 'suffix':
-      return NGram(k, SUFFIX)
+    if kind in ('ngram', 'suffix'):
+      lookup = drafters.find('ngram').NGram
+      return lookup(k) if kind == 'ngram' else lookup(k, SUFFIX)
     if kind == 'early_exit':
       return self._early_exit(draft, k, warp)
     names = draft.split(',')
@@ -386,18 +380,18 @@ class Workspace:
     members = [self.drafter(name, warp).at(k) for name in names]
     if kind == 'model':
       return members[0]
-    if not all(isinstance(member, ModelDrafter) for member in members):
+    if not all(hasattr(member, 'model') for member in members):
       raise ValueError(f'{kind} is made for draft models, which {draft} is not')
     if kind == 'committee':
-      return Committee(tuple(members))
+      return drafters.find(kind).Committee(tuple(members))
     if kind == 'mixture':
-      lookup = NGram(k, SUFFIX, TRUSTED)
+      lookup = drafters.find('ngram').NGram(k, SUFFIX, TRUSTED)
       return drafters.find(kind).Mixture(lookup, members[0])
     model = members[0].model
     if kind == 'coupled':
-      return CoupledDrafter(model, k, warp)
+      return drafters.find(kind).CoupledDrafter(model, k, warp)
     branching = tuple(branching or BRANCHING)
-    return TreeDrafter(
+    return drafters.find('tree').TreeDrafter(
       model, k, warp, branching=branching, replacement=kind == 'iid'
     )
 
@@ -605,7 +599,7 @@ def _full_tree(
 
 def _begin_as(drafter: Drafter, model: Transformer) -> Drafter:
   """The drafter, with a copy of a model's weights, in its own dtype."""
-  if not isinstance(drafter, ModelDrafter):
+  if not hasattr(drafter, 'model'):
     raise ValueError(
       'draft.target_layers is for draft models, with draft.drafter=model'
     )
