@@ -13,9 +13,9 @@
 Target and run are those of configs/stdlib.py: what `make demo` trained is used.
 All drafts learn from the same batches of the same corpus, in as many steps with
 the same loss, each at the rate of its own page. A chain of K tokens stands
-beside a tree of K nodes of the same draft. For other arms say, for example,
-`--config.drafters.arms=model:kl1@4,candidates:medusa@16/4`; what is missing is
-refused, with the command that trains it.
+beside a tree of K nodes of the same draft. Other arms are given as
+`--arms=model:kl1@4,candidates:medusa@16/4`; what is missing is refused, with
+the command that trains it.
 
 `configs/drafters.py:tiny` shrinks it to seconds, to see that all runs.
 """

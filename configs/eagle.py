@@ -23,10 +23,13 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   draft.drafter = 'eagle'  # which does not look at draft.model
   draft.vocab_size = 0  # most frequent tokens that it drafts of; 0: all
   draft.eagle = eagle = config_dict.ConfigDict()
+  layers = config.target.layers
+  eagle.taps = layers // 6, layers // 2  # whose outputs it reads, from 0
   eagle.heads = config.target.heads
   eagle.kv_heads = config.target.kv_heads
   eagle.hidden = config.target.hidden // 3  # a third is as good in this time
-  eagle.unroll = config.decode.k  # passes on its own outputs, in training
+  # Passes on its own outputs, in training: as many as a draft has tokens.
+  eagle.unroll = config.decode.get_oneway_ref('k')
 
   config.distill.learning_rate = 1e-3  # as wide as the target, so as its rate
   return config

@@ -2,12 +2,12 @@
 
     python eval/drafters.py
     python eval/drafters.py --config configs/drafters.py
-    python eval/drafters.py --config.drafters.arms=ngram@4,model:draft@4
+    python eval/drafters.py --arms=ngram@4,model:draft@4,distinct:draft@2x1
 
-Without arguments it takes the newest run. `config.drafters.arms` are ways to
-draft, written `kind:draft@size`; see `specjax.contest.parse`. All arms decode
-the same prompts with the same keys, in turns with plain decoding. Then each is
-certified, at the temperature of `config.decode`. For each of
+Without arguments it takes the newest run. `--arms`, or `config.drafters.arms`,
+are ways to draft, written `kind:draft@size`; see `specjax.contest.parse`. All
+decode the same prompts with the same keys, in turns with plain decoding. Then
+each is certified, at the temperature of `config.decode`. For each of
 `config.drafters.betas` the same is done for contrastive decoding, against plain
 decoding of the same contrastive law. Writes `drafters.json` and `drafters.png`
 into the run. The exit code is 1 if an arm that should be lossless is not.
@@ -43,6 +43,12 @@ from specjax.models.contrastive import Contrastive
 from specjax.types import Drafter, LanguageModel, Verifier
 from specjax.workspace import Workspace
 
+ARMS = flags.DEFINE_list(
+  'arms', None, 'kind:draft@size, .. (default: config.drafters.arms)'
+)
+RULES = flags.DEFINE_list(
+  'rules', None, 'that verify them (default: config.drafters.rules)'
+)
 NUM_TOKENS = flags.DEFINE_integer(
   'num_tokens', 6000, 'to certify each arm on; 0 certifies none'
 )
@@ -58,6 +64,9 @@ PROMPTS, EACH = 8, 4  # of a certificate: a batch is 4 rows of each of 8 prompts
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
+  for flag, key in ((ARMS, 'arms'), (RULES, 'rules')):
+    if flag.value is not None:
+      config['drafters'][key] = tuple(flag.value)
   if NUM_TOKENS.value and NUM_TOKENS.value < FEWEST or TABLES.value < 1:
     raise ValueError(
       f'--num_tokens is {NUM_TOKENS.value} and --tables {TABLES.value}: at'
@@ -138,6 +147,11 @@ def prepare(workspace):
   arms, left_out = contest.pair(
     target, {name: drafters[name] for name in ways}, rules
   )
+  for beta, law in targets.items():
+    if beta is not None:
+      own = {name: drafters[name] for name in contrastive}
+      contest.pair(law, own, {'rejection': verify.rejection})
+      break  # the others differ in a number
   return Entry(
     workspace, targets, ways, contrastive, drafters, rules, arms, left_out
   )

@@ -115,8 +115,6 @@ def main(config, folder):
 def check():
   """Refuses what cannot be measured, before any work."""
   branching()
-  if NODES.value is not None and NODES.value < 1:
-    raise ValueError(f'--nodes is {NODES.value}: at least 1')
   if NUM_TOKENS.value < FEWEST:
     raise ValueError(
       f'--num_tokens is {NUM_TOKENS.value}: the tests need at least {FEWEST}'

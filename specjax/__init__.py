@@ -56,9 +56,13 @@ _DRAFTERS = {
 
 
 def __getattr__(name):
-  if name in _DRAFTERS:
+  if _DRAFTERS.get(name) in _drafters.names():
     return getattr(_drafters.find(_DRAFTERS[name]), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__():
+  return [*globals(), *_DRAFTERS]
 
 
 __all__ = [

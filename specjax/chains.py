@@ -1,8 +1,9 @@
-"""Drawing a chain token by token, as far as it is asked for."""
+"""Chains: reading what is new, then drawing token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,16 +16,59 @@ Draw = Callable[[Array, Array], Array]
 
 
 def by_slot(keys: Key) -> Draw:
-  """Draws node i with key i of each row's.
+  """How nodes are drawn with keys of their own, by number.
 
   Args:
-    keys: `[B]`; folded, never consumed.
+    keys: `[B]`; a node's number is folded in.
 
   Returns:
     A function of a node's number and its law `[B, V]` to tokens `[B]`.
   """
   fold = jax.vmap(jax.random.fold_in, (0, None))
   return lambda i, law: jax.vmap(draws.inverse_cdf)(fold(keys, i), law)
+
+
+def catch_up(
+  feed: Callable[[Any, int], tuple[Array, Any]],
+  cache: Any,
+  length: Array,
+  pieces: Sequence[tuple[int, int]],
+  wanted: bool | Array,
+) -> tuple[Any, Array]:
+  """Reads what a cache does not describe yet, as far as the pending token.
+
+  Args:
+    feed: of a cache and a static size: reads so many tokens behind what it
+      describes, and returns features `[B, size, D]` and the cache, in which no
+      row goes beyond its length.
+    cache: with a `length` `[B]`.
+    length: `[B]` as far as it shall reach.
+    pieces: pairs `(more, size)`, one after the other: pieces of `size` are read
+      while some row is `more` tokens behind. The last has more = 0.
+    wanted: scalar; without it nothing is read.
+
+  Returns:
+    The cache, and features `[B, 1, D]` of the last token.
+  """
+
+  def reading(size, carry):
+    cache, features = carry
+    last = (length - cache.length - 1)[:, None, None]
+    new, cache = feed(cache, size)
+    here = jnp.take_along_axis(new, jnp.clip(last, 0, size - 1), 1)
+    # Rows that are done reading wait for the others.
+    return cache, jnp.where((last >= 0) & (last < size), here, features)
+
+  def behind(more, carry):
+    return wanted & jnp.any(length - carry[0].length > more)
+
+  shape = jax.eval_shape(lambda cache: feed(cache, 1)[0], cache)
+  carry = cache, jnp.zeros(shape.shape, shape.dtype)
+  for more, size in pieces:
+    carry = jax.lax.while_loop(
+      functools.partial(behind, more), functools.partial(reading, size), carry
+    )
+  return carry
 
 
 def grow(
@@ -38,7 +82,9 @@ def grow(
   limit: Limit | None = None,
   first: Callable[[], Array] | None = None,
 ) -> tuple[Draft, Array, Any]:
-  """A loop, not an unrolled chain: one compiled step for every k.
+  """Draws a chain, or as much of it as is asked for.
+
+  It is a loop and not unrolled, so that one step is compiled for every k.
 
   Args:
     step: of a node's number, the tokens `[B]` in front of it and what the last

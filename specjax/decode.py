@@ -420,10 +420,10 @@ def _noise(accept_keys, target_keys, length, n) -> Noise:
   return Noise(log_u, draw_keys)
 
 
-def _score(target, taps, verify, warp, eos, state, draft, noise) -> Scored:
+def _score(target, layers, verify, warp, eos, state, draft, noise) -> Scored:
   """The target's pass over a draft, and the rule."""
   block = _block(state, draft)
-  output, rows = target.extend(block, state.cache, taps)
+  output, rows = target.extend(block, state.cache, layers)
   position = state.length[:, None] + _depths(block)
   early = position < state.earliest[:, None]
   log_p = _law(target, warp, eos, output.features, early)

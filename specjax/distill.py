@@ -109,8 +109,9 @@ def distill_loss(
     logits = drafter.unembed(target, own)
     log_p = jax.nn.log_softmax(warps[0](target.unembed(theirs)))
     ce = losses.cross_entropy(logits, labels)
-    # A draft of a part of the vocabulary cannot learn to say the others.
-    ce = jnp.where(ce < jnp.inf, ce, 0.0)
+    # A draft of a part of the vocabulary cannot learn to say the others: their
+    # cross entropy counts 0, and the divergence tells its law from p as it is.
+    ce = jnp.where(ce == jnp.inf, 0.0, ce)
     return ce, divergence(warps[1](logits), log_p)
 
   total, count = jnp.zeros(()), jnp.zeros(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,9 @@ def measure(
     compiled(drafter, target, warp, c['k'], batch)
     for batch in data.in_order(rollouts, 16)
   )
-  return {name: float(value) for name, value in distill.means(parts).items()}
+  found = {name: float(x) for name, x in distill.means(parts).items()}
+  # What a draft of a part of the vocabulary cannot say at all has no mean.
+  return {name: x for name, x in found.items() if x != math.inf}
 
 
 def _loss_section(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ _LEAST = {
   'accumulate': 1,
   'batch': 1,
   'batches': 1,
-  'beam': 1,
   'controlled_k': 1,
   'eval_every': 1,
   'eval_windows': 1,
@@ -45,7 +44,6 @@ _LEAST = {
   'layers': 1,
   'lookahead': 0,
   'max_new_tokens': 1,
-  'nodes': 1,
   'others': 1,
   'patience': 0,
   'prompt_length': 1,
@@ -114,6 +112,15 @@ def check(config: Mapping[str, Any]) -> None:
   if 'draft' in config:
     k = config['decode']['k'] if 'decode' in config else 1
     _build(config['draft'], k, config.get('target'))
+    count, corpus = (
+      config['draft'].get('vocab_size', 0),
+      config.get('corpus', {}),
+    )
+    if corpus.get('tokenizer') == 'bpe' and count > corpus['vocab_size']:
+      raise ValueError(
+        f'draft.vocab_size is {count}: it must be at most corpus.vocab_size,'
+        f' which is {corpus["vocab_size"]}'
+      )
   if 'data' in config:
     _check_data(config)
   if 'loss' in config and config['loss']['lookahead']:
@@ -206,10 +213,13 @@ def _builder(
 ) -> Callable[[int], Drafter]:
   """Makes a drafter from a seed.
 
-  Where the target is not described, as one from a file is not, it is tiny.
+  Where the target is not described, as one from a file is not, it is one that
+  most drafts fit; what does not fit the real one is refused with it.
   """
   build = drafters.find(draft['drafter']).build
-  wanted = TransformerConfig(2, 2, 1, 1, 1, 1)
+  wanted = TransformerConfig(
+    2, width=768, layers=48, heads=12, kv_heads=12, hidden=768
+  )
   if target and not target['path']:
     wanted = TransformerConfig(vocab_size=2, **sizes(target))
   vocabulary = range(draft.get('vocab_size', 0))

@@ -101,8 +101,8 @@ class Race:
     if decode.shapes(target, drafter).parents is not None:
       raise ValueError(
         f'{name} drafts a tree, whose shape is fixed, and a sweep is over the'
-        ' length of chains: `python eval/drafters.py` measures trees, among its'
-        ' config.drafters.arms'
+        ' length of chains: `python eval/drafters.py --arms=model:FOLDER`'
+        ' measures it as it is'
       )
     self.batch = len(groups[0])
     self.results = {}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.decode import DecodeState
-from specjax.types import Array, Block, Drafter, Keys, LanguageModel
+from specjax.types import Array, Block, Drafter, Keys, LanguageModel, taps
 
 Name = TypeVar('Name', bound=Hashable)
 
@@ -171,7 +171,9 @@ def proposals(
     if parents is not None:
       parents = trees.block_parents(parents)
     block = Block(jnp.concatenate([first, draft.tokens], 1), parents)
-    output, _ = jax.eval_shape(target.extend, block, state.cache)
+    output, _ = jax.eval_shape(
+      lambda *args: target.extend(*args, taps(drafter)), block, state.cache
+    )
     output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), output)
     kept = jnp.zeros(block.tokens.shape, bool)
     memory = drafter.observe(target, memory, block, kept, output)

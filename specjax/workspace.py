@@ -69,7 +69,6 @@ _NO_TREE = 'they are of heads, or of a draft with a method `tree`'
 SUFFIX, TRUSTED = 16, 3
 BRANCHING = 2, 2  # of a tree that says nothing else
 RANKS = 10  # of a head's tokens, the likeliest that a sparse tree chooses from
-BEAM = 4  # nodes that a draft's own tree expands on a level, at most
 WITHOUT_DRAFT = 'ngram', 'suffix', 'none', 'early_exit'
 
 
@@ -368,6 +367,13 @@ class Workspace:
       return lookup(k) if kind == 'ngram' else lookup(k, SUFFIX)
     if kind == 'early_exit':
       return self._early_exit(draft, k, warp)
+    if nodes is not None and kind != 'candidates':
+      raise ValueError(
+        f'{kind} has no number of nodes: that is for candidates, here give k or'
+        ' branching'
+      )
+    if nodes is not None and nodes < 1:
+      raise ValueError(f'a tree of {nodes} nodes: at least 1')
     names = draft.split(',')
     if len(names) > 1 and kind != 'committee':
       raise ValueError(f'{kind} takes one draft, not {draft}')
@@ -444,7 +450,7 @@ class Workspace:
       return CandidateTree(drafter.heads, drafter.k, drafter.warp, paths=paths)
     if not hasattr(drafter, 'tree'):
       raise ValueError(f'candidates make no tree of {draft}: {_NO_TREE}')
-    return drafter.tree(nodes=nodes, beam=min(nodes, BEAM))
+    return drafter.tree(nodes)
 
   def _early_exit(self, layers: str, k: int, warp: Warp) -> Drafter:
     most = self.target_sizes.layers

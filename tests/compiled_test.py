@@ -49,12 +49,18 @@ def arguments(target, drafter, batch, controller=draft_length.FIXED):
   return target, drafter, tokens, length, length, length, row, controller
 
 
-def advance_program(target, drafter, batch, controller=draft_length.FIXED):
+def advance_program(
+  target,
+  drafter,
+  batch,
+  controller=draft_length.FIXED,
+  rule=verify.rejection,
+):
   """The compiled text of the shipped loop, and its state as shapes."""
   given = arguments(target, drafter, batch, controller)
   state = jax.eval_shape(decode.prefill, *given)
   eos = jax.ShapeDtypeStruct((1,), jnp.int32)
-  rule = verify.as_pytree(verify.rejection)
+  rule = verify.as_pytree(rule)
   lowered = generation.advance.lower(
     target, drafter, rule, warps.UNCHANGED, eos, state, 9, controller
   )

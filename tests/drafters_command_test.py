@@ -425,7 +425,7 @@ def test_the_command_writes_what_it_says(tmp_path):
   here = '--config=configs/drafters.py:tiny', f'--workdir={folder}'
   code, _, error = scripts.run('train/distill.py', *here)
   assert code == 0, error
-  arms = '--config.drafters.arms=ngram,model:draft,distinct:draft@2'
+  arms = '--arms=ngram,model:draft,distinct:draft@2'
   flags = arms, '--config.drafters.batches=1', '--num_tokens=1000', '--tables=1'
   code, out, error = scripts.run('eval/drafters.py', *here, *flags)
   assert code == 0, error

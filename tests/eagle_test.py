@@ -22,6 +22,7 @@ from specjax import (
   data,
   decode,
   distill,
+  draft_length,
   drafters,
   experiment,
   generation,
@@ -45,7 +46,8 @@ NEVER = jnp.zeros(0, jnp.int32)
 
 def built(k=K, target=TARGET, seed=0, vocabulary=(), **c):
   """A drafter as its module builds it, with random weights."""
-  config = {'k': k, 'vocabulary': vocabulary, 'eagle': {'hidden': 8, **c}}
+  c = {'hidden': 8, 'unroll': max(k, 1), **c}
+  config = {'k': k, 'vocabulary': vocabulary, 'eagle': c}
   build = drafters.find('eagle').build
   drafter = build(config, target.config, nnx.Rngs(0)).begin(target)
   rng = np.random.default_rng(seed)
@@ -73,9 +75,15 @@ forms = pytest.mark.parametrize(
 )
 
 
-def start(drafter, prompts=PROMPTS, new=1):
-  key = jax.random.key(0)
-  return generation.start(TARGET, drafter, prompts, key=key, max_new_tokens=new)
+def start(drafter, new=1, controller=draft_length.FIXED):
+  return generation.start(
+    TARGET,
+    drafter,
+    PROMPTS,
+    key=jax.random.key(0),
+    max_new_tokens=new,
+    controller=controller,
+  )
 
 
 @toys.jit
@@ -194,18 +202,33 @@ step = toys.jit(decode.step, static_argnums=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('form', ['chain', 'tree'])
+@pytest.mark.parametrize('form', ['chain', 'tree', 'ladder'])
 def test_memory_is_made_of_the_streams_of_committed_tokens(form):
   """Under any schedule of lengths, rests and cuts, whatever was accepted."""
-  rng, largest = np.random.default_rng(0), FORMS[form]
+  controller = draft_length.FIXED
+  if form == 'ladder':  # up and down, and at last to nothing
+    rungs = 0, 1, 2, K
+    controller = draft_length.Fallback(
+      rungs, threshold=0.6, memory=0.3, first_wait=1
+    )
+  rng, largest = np.random.default_rng(0), FORMS.get(form, DRAFTER)
   # The law of the target, flattened, so that all counts come up.
   warp = warps.Temperature(3.0)
-  state = start(largest, new=60)
+  state = start(largest, new=60, controller=controller)
   size = state.tokens.shape[1]
   accepted = set()
   while not state.done.all():
-    drafter = largest.at(int(rng.choice([0, 1, 2, K])))
-    state, seen = step(TARGET, drafter, verify.rejection, warp, NEVER, state)
+    drafter = largest
+    if form != 'ladder':
+      drafter = largest.at(int(rng.choice([0, 1, 2, K])))
+    # Some rows rest; others end within a draft, and go on.
+    resting = rng.random(2) < 0.1
+    state = state._replace(done=jnp.asarray(resting))
+    eos = jnp.array([rng.integers(V)])
+    state, seen = step(
+      TARGET, drafter, verify.rejection, warp, eos, state, controller
+    )
+    state = state._replace(done=state.length >= state.stop)
     accepted |= set(np.asarray(seen.accepted).sum(-1).tolist())
     memory, length = state.memory, state.length
     tokens = jnp.where(jnp.arange(size) < length[:, None], state.tokens, 0)
@@ -381,6 +404,8 @@ def test_training_unrolled_raises_acceptance_at_depth():
   'change, message',
   [
     (dict(k=-1), 'the draft length k is -1'),
+    (dict(unroll=0), 'unroll is 0: at least 1'),
+    (dict(taps=(1,)), 'the weights fuse 3 streams'),
     (dict(nodes=0), 'nodes is 0: at least 1'),
     (dict(beam=0), 'beam is 0: at least 1'),
   ],
@@ -397,7 +422,7 @@ def test_another_target_is_refused():
 
 
 def test_a_head_of_its_own_begins_as_the_target_s():
-  config = {'k': 1, 'vocabulary': SOME, 'eagle': {}}
+  config = {'k': 1, 'vocabulary': SOME, 'eagle': {'unroll': 1}}
   build = drafters.find('eagle').build
   drafter = build(config, TARGET.config, nnx.Rngs(0)).begin(TARGET)
   features = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)))
@@ -409,7 +434,8 @@ def test_a_head_of_its_own_begins_as_the_target_s():
 
 @pytest.mark.slow
 def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
-  draft = {'drafter': 'eagle', 'vocab_size': 20, 'eagle': {'hidden': 8}}
+  c = {'hidden': 8, 'unroll': 2}
+  draft = {'drafter': 'eagle', 'vocab_size': 20, 'eagle': c}
   run = recipes_test.workspace(tmp_path, draft=draft)
   run.config['pretrain']['steps'] = 0  # the target is as good as trained
   target = run.new_target(0)
@@ -444,15 +470,21 @@ def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
   ('change', 'message'),
   [
     ({'drafter': 'model'}, "vocab_size is 9, and draft.drafter 'model'"),
-    ({'eagle': {'taps': (7,)}}, 'taps is 7: the target has 1 layers'),
-    ({'eagle': {'nodes': 0}}, 'nodes is 0: it must be 1 or more'),
-    ({'eagle': {'nodes': 3, 'beam': 0}}, 'beam is 0: it must be 1 or more'),
+    (
+      {'eagle': {'unroll': 2, 'taps': (7,)}},
+      'taps is 7: the target has 1 layers',
+    ),
+    ({'eagle': {'unroll': 2, 'nodes': 3}}, 'eagle.nodes is nothing'),
+    ({'eagle': {'unroll': 1}}, 'unroll is 1, and the draft length 2'),
+    ({'eagle': {}}, 'unroll is None, and the draft length 2'),
+    ({'vocab_size': 999}, 'vocab_size is 999: it must be at most .* 500'),
     ({'eagle': {'unroll': 0}}, 'unroll is 0: it must be 1 or more'),
   ],
 )
 def test_a_page_that_makes_no_draft_is_refused(change, message):
   page = experiment.load(scripts.ROOT / 'configs' / 'eagle.py:tiny').to_dict()
   page['draft'] |= {'vocab_size': 9, **change}
+  page['corpus'] |= {'tokenizer': 'bpe', 'vocab_size': 500}
   with pytest.raises(ValueError, match=message):
     settings.check(page)
 

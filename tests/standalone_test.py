@@ -8,6 +8,7 @@ import sys
 import pytest
 import scripts
 
+import specjax
 from specjax import drafters
 
 # What is made of another drafter needs it. `none` is plain decoding, which
@@ -35,6 +36,9 @@ def imported(path):
       names = [x.name for x in node.names]
     else:
       continue
+    found |= {
+      specjax._DRAFTERS.get(name.removeprefix('specjax.')) for name in names
+    }
     for name in names:
       parts = name.split('.')
       if parts[:2] == ['specjax', 'drafters'] and len(parts) > 2:
@@ -55,7 +59,7 @@ def test_no_other_file_is_made_of_it(path):
   'left', [('model',), ('ngram',), ('eagle', 'model', 'tree')]
 )
 def test_what_is_left_works_without_the_rest(left):
-  """Everything imports, and a page of what is there builds and decodes."""
+  """Everything imports, its page is accepted, and it decodes."""
   gone = set(drafters.names()) - {'none', *left}
   program = f"""
 import sys
@@ -76,12 +80,18 @@ from specjax import drafters, experiment, settings
 for name in {sorted(set(left) & {'model', 'eagle'})}:
   page = 'configs/' + {{'model': 'stdlib', 'eagle': 'eagle'}}[name] + '.py:tiny'
   settings.check(experiment.load(page).to_dict())
-drafter = specjax.NoDrafter()
-if 'ngram' in {left}:
+from flax import nnx
+sizes = specjax.TransformerConfig(5, 8, 1, 1, 1, 8)
+target = specjax.Transformer(sizes, nnx.Rngs(0))
+name = {left}[0]
+if name == 'ngram':
   drafter = specjax.NGram(2)
-model = specjax.Markov(jax.numpy.eye(3))
+else:
+  model = dict(width=8, layers=1, heads=1, kv_heads=1, hidden=8)
+  page = {{'k': 2, 'model': model, 'eagle': {{'unroll': 2}}}}
+  drafter = drafters.find(name).build(page, sizes, nnx.Rngs(0))
 found = specjax.generate(
-  model, drafter, [[1, 2]], key=jax.random.key(0), max_new_tokens=3
+  target, drafter, [[1, 2]], key=jax.random.key(0), max_new_tokens=3
 )
 print(found.new_tokens())
 """

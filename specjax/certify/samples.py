@@ -25,6 +25,7 @@ from specjax.types import (
   Verifier,
   Warp,
   pytree,
+  taps,
 )
 
 RARE = 0.1  # tokens below this share of 1 / V are rare
@@ -95,7 +96,7 @@ class Replayed:
         target, cache, memory, Keys(keys, row_keys), batch.tokens, length
       )
       block = Block(jax.lax.dynamic_slice_in_dim(batch.tokens, t, 1, 1))
-      output, new = target.extend(block, cache)
+      output, new = target.extend(block, cache, taps(drafter))
       memory = drafter.observe(target, memory, block, kept, output)
       if draft.tokens.shape[1]:
         token = draft.tokens[:, 0]
@@ -240,7 +241,7 @@ def _decode(target, drafter, verifier, warp, controller, state, keys):
 def _observe(target, direction, warp, tokens, start, new) -> Evidence:
   segments = jnp.ones_like(tokens)
   batch = Batch(tokens, segments, segments.astype(jnp.float32))
-  output = target.forward(tokens, segments)
+  output = target.forward(tokens, segments, taps(direction))
   theirs, own = output.features, direction.score(target, batch, output)
 
   def one(t):

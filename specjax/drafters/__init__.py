@@ -3,6 +3,16 @@
 A drafter's module has `build(config, target, rngs)`, which makes one from the
 plain values of a configuration's `draft` section, its length `k` among them,
 and from the sizes of the target, a `TransformerConfig`.
+
+Beside the methods of `types.Drafter`, and of `types.Trainable` if it is to be
+trained, a drafter may have
+
+- `taps`, layers of the target whose streams it reads (`types.taps`);
+- `warp`, which what decodes sets to the target's;
+- `begin(target)`, the drafter as training begins with it;
+- `tree(nodes)`, the same weights as a tree of so many nodes;
+- `model`, a language model of its own, which can write text without the target;
+- `vocabulary`, the ids that it may draft, if these are not all.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.drafters import model
-from specjax.types import Block, Draft, pytree
+from specjax.types import Block, Draft, pytree, taps
 
 
 @pytree
@@ -29,6 +29,11 @@ class Committee:
     if len(set(lengths)) != 1:
       raise ValueError(
         f'the members draft {lengths} tokens: they need one length'
+      )
+    if any(map(taps, self.members)):
+      raise ValueError(
+        "members of a committee draft by themselves: one reads the target's"
+        ' streams'
       )
 
   def init(self, target, batch, size):

@@ -5,13 +5,14 @@ a middle and a high layer, fused), beside the embeddings of the tokens that came
 of it, and draws with the target's head. Behind the pending token, of which the
 target has made nothing yet, it reads its own outputs instead; training unrolls
 it on these, so that it meets in training what it meets in decoding. (Li et al.
-2025, EAGLE-3, arXiv 2503.01840.)
+2025, EAGLE-3, arXiv 2503.01840, section 3.)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,8 @@ from specjax import chains, products, trees, warps
 from specjax.models import transformer
 from specjax.types import Array, Draft, Output, Warp, pytree
 
-# Tokens read at a time: what a round brings, and a prompt in larger pieces.
+# Tokens read at a time: most rounds bring no more, and a prompt is read in
+# larger pieces.
 _NEW, _MANY = 4, 32
 
 
@@ -75,9 +77,9 @@ class EagleNet(nnx.Module):
     tokens = transformer.norm(embedded, scale, eps)
     both = jnp.concatenate([tokens, features], -1)
     x = products.dot(both, self.join[...])
-    turns = transformer.angles(self.config, positions)
+    angles = transformer.rotations(self.config, positions)
     cached = (cache.rows, cache.length) if cache else (None, None)
-    return self.layer(x, turns, visible, *cached, chain)
+    return self.layer(x, angles, visible, *cached, chain)
 
   def fused(self, output: Output) -> Array:
     """`[B, M, D]` of the target's streams and its last features."""
@@ -131,9 +133,17 @@ class Eagle:
   warp: Warp = warps.UNCHANGED
 
   def __post_init__(self):
-    """Refuses a negative length."""
+    """Refuses a negative length, and weights for other streams."""
     if self.k < 0:
       raise ValueError(f'the draft length k is {self.k}: at least 0')
+    if self.unroll < 1:
+      raise ValueError(f'unroll is {self.unroll}: at least 1')
+    streams = self.net.fuse.shape[0] // self.net.config.width
+    if streams != len(self.taps) + 1:
+      raise ValueError(
+        f'taps are {self.taps}: the weights fuse {streams} streams, the last'
+        ' features among them'
+      )
 
   def init(self, target, batch, size):
     """Nothing read yet.
@@ -141,11 +151,11 @@ class Eagle:
     Raises:
       ValueError: if it was made for features of another width.
     """
-    width, own = _width(target), self.net.config.width
-    if width != own:
+    width, wanted = _width(target), self.net.config.width
+    if width != wanted:
       raise ValueError(
-        f'the draft reads features of width {own}, and those of the target'
-        f' have {width}: it belongs to another target'
+        f'the draft reads features of width {wanted}, and those of the target'
+        f' have {width}: it was made for another, or for one of two models'
       )
     none = jnp.zeros(batch, jnp.int32)
     # Behind the last token there is room for all that is read at a time.
@@ -169,7 +179,7 @@ class Eagle:
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """A sampled chain and the laws it was drawn from."""
     if self.k == 0:
-      return self._nothing(tokens), memory._replace(fed=memory.fed & False)
+      return self._nothing(tokens), self._proposed(memory, memory.cache, 0)
     most = self.k if limit is None else limit.nodes
     own, output = self._catch_up(target, memory, tokens, length, most > 0)
     slots = max(1, self.k - 1)  # the last node is never read
@@ -200,7 +210,7 @@ class Eagle:
       limit=limit,
       first=first,
     )
-    return draft, self._read(memory, own, length, most > 0)
+    return draft, self._proposed(memory, own, most)
 
   def observe(self, target, memory, block, kept, output):
     """Keeps what the target made of the nodes that came true."""
@@ -216,10 +226,16 @@ class Eagle:
     """The same weights with draft length `k`."""
     return dataclasses.replace(self, k=k)
 
-  def tree(self, nodes: int, beam: int) -> EagleTree:
-    """The same weights as a tree of `nodes`, `k` deep."""
-    own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Eagle)}
-    return EagleTree(**own, nodes=nodes, beam=beam)
+  def tree(self, nodes: int, beam: int | None = None) -> EagleTree:
+    """The same weights as a tree of `nodes`, `k` deep.
+
+    Args:
+      nodes: see `EagleTree`.
+      beam: likewise; else the root of `nodes`.
+    """
+    same = {f.name: getattr(self, f.name) for f in dataclasses.fields(Eagle)}
+    beam = beam or math.isqrt(nodes - 1) + 1
+    return EagleTree(**same, nodes=nodes, beam=beam)
 
   def score(self, target, batch, output):
     """Features `[B, T, unroll, D]`: horizon h is pass h of the unrolling.
@@ -271,23 +287,21 @@ class Eagle:
     shape = batch, c.kv_heads, count, c.head_size
     return jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype)
 
-  def _read(self, memory, own, length, wanted) -> EagleMemory:
-    """After a proposal: whether the pending token came true is not known."""
-    length = jnp.where(wanted, length - 1, own.length)
-    fed = jnp.broadcast_to(wanted, length.shape)
-    return memory._replace(cache=own._replace(length=length), fed=fed)
+  def _proposed(self, memory, cache, nodes) -> EagleMemory:
+    """The memory after a proposal, cut in front of the pending token.
+
+    Only `observe` learns that the token was committed.
+    """
+    fed = jnp.broadcast_to(jnp.asarray(nodes) > 0, cache.length.shape)
+    cache = cache._replace(length=cache.length - fed)
+    return memory._replace(cache=cache, fed=fed)
 
   def _catch_up(self, target, memory, tokens, length, wanted):
-    """Reads what is new, as far as the pending token.
-
-    Returns:
-      The cache of `tokens[:length]`, and the output `[B, 1, D]` at the last.
-    """
+    """The cache of `tokens[:length]`, and the last output `[B, 1, D]`."""
     known = memory.features.rows[:, 0]
 
-    def reading(size, carry):
-      own, output = carry
-      index = own.length[:, None] + jnp.arange(size)
+    def feed(cache, size):
+      index = cache.length[:, None] + jnp.arange(size)
       inside = jnp.minimum(index, tokens.shape[1] - 1)
       before = jnp.maximum(inside - 1, 0)[..., None]
       features = jnp.take_along_axis(known, before, 1)
@@ -296,25 +310,13 @@ class Eagle:
         jnp.where(index[..., None] > 0, features, 0.0),
         index,
         trees.ancestors(None, size),
-        own,
+        cache,
       )
-      last = (length - own.length - 1)[:, None, None]
-      here = jnp.take_along_axis(new, jnp.clip(last, 0, size - 1), 1)
-      own = caches.commit(
-        own, caches.after(new, rows), index < length[:, None], chain=True
-      )
-      return own, jnp.where((last >= 0) & (last < size), here, output)
+      rows, kept = caches.after(new, rows), index < length[:, None]
+      return new, caches.commit(cache, rows, kept, chain=True)
 
-    def behind(by, carry):
-      return wanted & jnp.any(length - carry[0].length > by)
-
-    width = self.net.config.width
-    carry = memory.cache, jnp.zeros((len(length), 1, width))
-    for by, size in ((_NEW, _MANY), (0, _NEW)):
-      carry = jax.lax.while_loop(
-        functools.partial(behind, by), functools.partial(reading, size), carry
-      )
-    return carry
+    pieces = (2 * _NEW, _MANY), (0, _NEW)
+    return chains.catch_up(feed, memory.cache, length, pieces, wanted)
 
 
 @pytree
@@ -325,7 +327,8 @@ class EagleTree(Eagle):
   by depth the `beam` nodes of the highest values are each given their `beam`
   likeliest children; of all of these the `nodes` of the highest values are
   proposed, of equals the shallower. They are a function of the context, point
-  masses, and `warp` has no say. (Li et al. 2024, EAGLE-2, arXiv 2406.16858.)
+  masses, and `warp` has no say. (Li et al. 2024, EAGLE-2, arXiv 2406.16858,
+  section 4.)
 
   Attributes:
     nodes: how many are proposed, at most.
@@ -359,7 +362,7 @@ class EagleTree(Eagle):
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """The tree, which is not drawn but searched for."""
     if self.k == 0:
-      return self._nothing(tokens), memory._replace(fed=memory.fed & False)
+      return self._nothing(tokens), self._proposed(memory, memory.cache, 0)
     own, output = self._catch_up(target, memory, tokens, length, True)
     (children, values), parents = self._search(target, own, output, length)
     count = min(self.nodes, values.shape[1])
@@ -376,7 +379,7 @@ class EagleTree(Eagle):
       valid=take(values) > -jnp.inf,
       siblings='fixed',
     )
-    return draft, self._read(memory, own, length, True)
+    return draft, self._proposed(memory, own, self.k)
 
   def _search(self, target, own, output, length):
     """All nodes that are considered, depth by depth.
@@ -441,19 +444,27 @@ class EagleTree(Eagle):
 def build(config, target, rngs) -> Eagle:
   """Reads `k` and, under `eagle`, what the layer is like.
 
-  `heads`, `kv_heads` and `hidden` (else the target's), `taps` (layers of the
-  target; else one after a sixth and one after half of them), `unroll` (passes
-  of the training-time test; else k), and for a tree `nodes` and `beam`. Beside
-  it `vocabulary`, the ids that may be drafted, else all.
+  `unroll` (passes of the training-time test, k or more), `heads`, `kv_heads`
+  and `hidden` (else the target's) and `taps` (layers of the target, from 0;
+  else a sixth and half of the way up). Beside it `vocabulary`, the ids that may
+  be drafted, else all.
 
   Raises:
-    ValueError: the target has no such layer.
+    ValueError: it asks for what there is not, or not for enough passes.
   """
-  c = config.get('eagle', {})
-  same = {'layers': 1, 'dtype': 'float32', 'remat': False}
-  sizes = {key: c[key] for key in ('heads', 'kv_heads', 'hidden') if key in c}
-  layer = dataclasses.replace(target, **same, **sizes)
-  taps = c.get('taps', sorted({target.layers // 6, target.layers // 2}))
+  c = dict(config.get('eagle', {}))
+  unroll = c.pop('unroll', None)
+  taps = c.pop('taps', sorted({target.layers // 6, target.layers // 2}))
+  sizes = {
+    key: c.pop(key) for key in ('heads', 'kv_heads', 'hidden') if key in c
+  }
+  if c:
+    raise ValueError(f'draft.eagle.{min(c)} is nothing that EAGLE has')
+  if unroll is None or unroll < config['k']:
+    raise ValueError(
+      f'draft.eagle.unroll is {unroll}, and the draft length {config["k"]}: a'
+      ' draft is trained and measured as far as it is unrolled'
+    )
   for tap in taps:
     if not -1 <= tap < target.layers:
       raise ValueError(
@@ -461,12 +472,10 @@ def build(config, target, rngs) -> Eagle:
         ' from 0, and -1 is its embedding'
       )
   vocabulary = tuple(config.get('vocabulary', ()))
+  same = {'layers': 1, 'dtype': 'float32', 'remat': False}
+  layer = dataclasses.replace(target, **same, **sizes)
   net = EagleNet(layer, len(taps) + 1, len(vocabulary), rngs)
-  unroll = c.get('unroll') or max(1, config['k'])
-  eagle = Eagle(net, config['k'], tuple(taps), unroll, vocabulary)
-  if 'nodes' in c:
-    return eagle.tree(c['nodes'], c.get('beam', 4))
-  return eagle
+  return Eagle(net, config['k'], tuple(taps), unroll, vocabulary)
 
 
 def _width(target) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
-from specjax.types import Array, Draft, Limit, pytree
+from specjax.types import Array, Draft, Limit, pytree, taps
 
 
 class MixtureMemory(NamedTuple):
@@ -46,6 +46,11 @@ class Mixture:
       raise ValueError(
         f'the lookup drafts {self.lookup.k} tokens and the model'
         f' {self.model.k}: they need one length'
+      )
+    if taps(self.model):
+      raise ValueError(
+        "a mixture's model drafts by itself, and this one reads the target's"
+        ' streams'
       )
 
   def init(self, target, batch, size):

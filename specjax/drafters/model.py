@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from specjax import chains, warps
@@ -135,28 +133,12 @@ class ModelDrafter:
       The cache of `tokens[:length]`, and features `[B, 1, D']` of the last.
     """
 
-    def reading(size, carry):
-      own, features = carry
-      last = (length - own.length - 1)[:, None, None]
-      output, own = self._feed(own, tokens, length, size)
-      here = jnp.take_along_axis(
-        output.features, jnp.clip(last, 0, size - 1), 1
-      )
-      # Rows that are done reading wait for the others.
-      return own, jnp.where((last >= 0) & (last < size), here, features)
+    pieces = (_NEW, _MANY), (0, _NEW)
 
-    def behind(by, carry):
-      return wanted & jnp.any(length - carry[0].length > by)
+    def feed(own, size):
+      return self._feed(own, tokens, length, size)
 
-    feed = functools.partial(self._feed, size=_NEW)
-    shape = jax.eval_shape(feed, own, tokens, length)[0].features
-    empty = jnp.zeros((tokens.shape[0], 1, shape.shape[2]), shape.dtype)
-    carry = own, empty
-    for by, size in ((_NEW, _MANY), (0, _NEW)):
-      carry = jax.lax.while_loop(
-        functools.partial(behind, by), functools.partial(reading, size), carry
-      )
-    return carry
+    return chains.catch_up(feed, own, length, pieces, wanted)
 
   def _draw(self, keys, length) -> chains.Draw:
     """How node i is drawn, which would stand at `length + i`."""
@@ -168,7 +150,8 @@ class ModelDrafter:
     inside = jnp.minimum(index, tokens.shape[1] - 1)
     block = Block(jnp.take_along_axis(tokens, inside, 1))
     output, rows = self.model.extend(block, own)
-    return output, self.model.commit(own, rows, index < end[:, None])
+    own = self.model.commit(own, rows, index < end[:, None])
+    return output.features, own
 
 
 def build(config, target, rngs) -> ModelDrafter:

@@ -271,14 +271,14 @@ class Transformer(nnx.Module):
     return products.dot(features, head[...], axis=1)
 
   def _run(self, tokens, positions, visible, cache, taps, chain=None):
-    c, turns = self.config, angles(self.config, positions)
+    c, angles = self.config, rotations(self.config, positions)
     x = self.embed(tokens)
     streams, rows = [x], []
     call = jax.checkpoint(Layer.__call__) if c.remat else Layer.__call__
     for i, layer in enumerate(self.layers):
       cached, length = (cache.rows[i], cache.length) if cache else (None, None)
       earlier = chain and (chain[0][i], chain[1])
-      x, row = call(layer, x, turns, visible, cached, length, earlier)
+      x, row = call(layer, x, angles, visible, cached, length, earlier)
       streams.append(x)
       rows.append(row)
     features = norm(x, self.norm[...], c.norm_eps)
@@ -296,8 +296,8 @@ def norm(x: Array, scale: Array, eps: float) -> Array:
   return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
-def angles(config: TransformerConfig, positions: Array) -> Array:
-  """Rotations `[B, 1, M, head_dim / 2]` at positions `[B, M]`."""
+def rotations(config: TransformerConfig, positions: Array) -> Array:
+  """Angles `[B, 1, M, head_dim / 2]` at positions `[B, M]`."""
   half = config.head_size // 2
   frequencies = config.rope_theta ** (-jnp.arange(half) / half)
   return positions[:, None, :, None] * frequencies
