@@ -51,7 +51,7 @@ RULES = flags.DEFINE_list(
   'rules', None, 'that verify them (default: config.drafters.rules)'
 )
 NUM_TOKENS = flags.DEFINE_integer(
-  'num_tokens', 6000, 'to certify each arm on; 0 certifies none'
+  'num_tokens', 3000, 'to certify each arm on; 0 certifies none'
 )
 TABLES = flags.DEFINE_integer(
   'tables', 5, 'random ones that a rule is enumerated on, in each shape'
@@ -76,6 +76,10 @@ def main(config, folder):
   start = time.perf_counter()
   entry = prepare(Workspace.look_at(folder, config))
   report = measure(entry)
+  # Certificates take longest: what was measured is kept should they not end.
+  runs.write_json(folder / 'drafters.json', runs.portable(report))
+  if NUM_TOKENS.value:
+    report['certificates'] = certificates(entry)
   report['seconds'] = time.perf_counter() - start
   runs.write_json(folder / 'drafters.json', runs.portable(report))
   picture = plots.contest(folder / 'drafters.png', report['rows'])
@@ -193,7 +197,7 @@ def measure(entry):
     'versions': runs.versions(),
     'rows': rows,
     'pairs': pairs,
-    'certificates': certificates(entry) if NUM_TOKENS.value else [],
+    'certificates': [],
     'left_out': entry.left_out,
     'lossy': [name for name in entry.rules if verify.is_lossy(name)],
     'config': config,
@@ -284,7 +288,7 @@ def certificates(entry):
     rule: tiers.on_tables(rule, rules[rule], TABLES.value)
     for rule in dict.fromkeys(arm.rule for _, arm in cases)
   }
-  found = []
+  found, plain = [], {}
   for i, (beta, arm) in enumerate(cases):
     label = '' if beta is None else f', contrastive with β = {beta:g}'
     print(
@@ -301,18 +305,21 @@ def certificates(entry):
       entry.workspace.direction(way.kind, way.draft, warp),
       jax.random.key(0),
     )
+    depth = way.k or drafter.k
     got = tiers.certify(
       subject,
       arm.rule,
       prompts,
       tokens=NUM_TOKENS.value,
-      depth=way.k or drafter.k,
+      depth=depth,
       each=EACH,
       max_new_tokens=c['max_new_tokens'],
       tables=tables[arm.rule],
+      plain=plain.get((beta, depth)),
       seeds=False,  # greedy text is compared where it is timed
       level=certify.LEVEL / len(cases),
     )
+    plain[beta, depth] = got.text[tiers.PLAIN]
     found.append({'beta': beta, **arm._asdict(), **got.summary()})
   return found
 
