@@ -50,7 +50,7 @@ RULES = flags.DEFINE_list(
   'rules', None, 'that verify them (default: config.drafters.rules)'
 )
 NUM_TOKENS = flags.DEFINE_integer(
-  'num_tokens', 6000, 'to certify each arm on; 0 certifies none'
+  'num_tokens', 3000, 'to certify each arm on; 0 certifies none'
 )
 TABLES = flags.DEFINE_integer(
   'tables', 5, 'random ones that a rule is enumerated on, in each shape'
@@ -75,6 +75,10 @@ def main(config, folder):
   start = time.perf_counter()
   entry = prepare(Workspace.look_at(folder, config))
   report = measure(entry)
+  # Certificates take longest: what was measured is kept should they not end.
+  runs.write_json(folder / 'drafters.json', runs.portable(report))
+  if NUM_TOKENS.value:
+    report['certificates'] = certificates(entry)
   report['seconds'] = time.perf_counter() - start
   runs.write_json(folder / 'drafters.json', runs.portable(report))
   picture = plots.contest(folder / 'drafters.png', report['rows'])
@@ -92,7 +96,7 @@ class Entry(NamedTuple):
     targets: by β; None is the run's target itself.
     ways: of drafting, by name, that the target is decoded with.
     contrastive: those that contrastive targets are.
-    drafters: of all of them, by name.
+    drafters: of all of them, by temperature and name.
     rules: by name.
     arms: which ways and rules go together.
     left_out: those that do not: `drafter`, `rule` and `why`.
@@ -102,7 +106,7 @@ class Entry(NamedTuple):
   targets: dict[float | None, LanguageModel]
   ways: dict[str, contest.Way]
   contrastive: dict[str, contest.Way]
-  drafters: dict[str, Drafter]
+  drafters: dict[float, dict[str, Drafter]]
   rules: dict[str, Verifier]
   arms: list[Arm]
   left_out: list[dict[str, str]]
@@ -126,10 +130,11 @@ def prepare(workspace):
   rules = {name: verify.find(name) for name in c['rules']}
   all_ways = ways | contrastive
   require(workspace, [c['amateur']] if c['betas'] else [], all_ways)
-  drafters = {}
-  for name, way in all_ways.items():
+  certified = workspace.config['decode']['temperature']
+  drafters = {t: {} for t in (certified, *c['temperatures'])}
+  for t, (name, way) in itertools.product(drafters, all_ways.items()):
     try:
-      drafters[name] = way.drafter(workspace)
+      drafters[t][name] = way.drafter(workspace, t)
     except ValueError as error:
       raise ValueError(f'{name}: {error}') from error
   target = workspace.target()
@@ -144,12 +149,11 @@ def prepare(workspace):
       beta: Contrastive(target, amateur.model, c['alpha'], beta)
       for beta in c['betas']
     }
-  arms, left_out = contest.pair(
-    target, {name: drafters[name] for name in ways}, rules
-  )
+  own = {name: drafters[certified][name] for name in ways}
+  arms, left_out = contest.pair(target, own, rules)
   for beta, law in targets.items():
     if beta is not None:
-      own = {name: drafters[name] for name in contrastive}
+      own = {name: drafters[certified][name] for name in contrastive}
       contest.pair(law, own, {'rejection': verify.rejection})
       break  # the others differ in a number
   return Entry(
@@ -184,23 +188,20 @@ def measure(entry):
   count = max(c['prompts'], *c['batches'])
   prompts = entry.workspace.prompts('test', count, length)
   contests = enter(entry, prompts)
-  total = c['repeats'] * sum(found.parts for found in contests.values())
+  total = c['repeats'] * sum(found.parts for _, found in contests)
   rows, pairs = [], []
-  with logs.Progress(
-    total * len(c['temperatures']), 'decode', unit='turns'
-  ) as progress:
-    for (beta, _), found in contests.items():
-      for t in c['temperatures']:
-        timed = found.run(t, c['repeats'], progress.advance)
-        rows += [{'beta': beta, **row} for row in timed]
-        if beta is None:
-          pairs += compare(entry, found, timed)
+  with logs.Progress(total, 'decode', unit='turns') as progress:
+    for beta, found in contests:
+      timed = found.run(c['repeats'], progress.advance)
+      rows += [{'beta': beta, **row} for row in timed]
+      if beta is None:
+        pairs += compare(entry, found, timed)
   return {
     'device': runs.device(),
     'versions': runs.versions(),
     'rows': rows,
     'pairs': pairs,
-    'certificates': certificates(entry) if NUM_TOKENS.value else [],
+    'certificates': [],
     'left_out': entry.left_out,
     'lossy': [name for name in entry.rules if verify.is_lossy(name)],
     'config': config,
@@ -208,48 +209,43 @@ def measure(entry):
 
 
 def enter(entry, prompts):
-  """Contests by β (None: the target itself) and batch size, compiled."""
+  """Contests, each with its β (None: the target itself), compiled."""
   config = entry.workspace.config
   c, new = config['drafters'], config['decode']['max_new_tokens']
-  cases = list(itertools.product(entry.targets, c['batches']))
-  contrastive = {name: entry.drafters[name] for name in entry.contrastive}
-  own = {name: entry.drafters[name] for name in entry.ways}
-  total = sum(
-    len(own if beta is None else contrastive) + 1 for beta, _ in cases
+  cases = list(
+    itertools.product(entry.targets, c['temperatures'], c['batches'])
   )
-  contests = {}
+  total = sum(
+    1 + len(entry.ways if beta is None else entry.contrastive)
+    for beta, _, _ in cases
+  )
+  contests = []
   with logs.Progress(total, 'prefill', unit='drafters') as progress:
-    for beta, batch in cases:
-      arms = [Arm(name, 'rejection') for name in contrastive]
-      contests[beta, batch] = contest.Contest(
+    for beta, t, batch in cases:
+      names, arms = entry.ways, entry.arms
+      if beta is not None:
+        names = entry.contrastive
+        arms = [Arm(name, 'rejection') for name in names]
+      found = contest.Contest(
         entry.targets[beta],
-        own if beta is None else contrastive,
+        {name: entry.drafters[t][name] for name in names},
         entry.rules,
-        entry.arms if beta is None else arms,
+        arms,
         groups=sweep.groups(prompts, batch, c['prompts']),
         max_new_tokens=new,
+        temperature=t,
         done=progress.advance,
       )
-  # β is a number within a program, so that one serves all.
-  first = [c['betas'][0]] if c['betas'] else []
-  traced = {
-    (beta is None, batch): found
-    for (beta, batch), found in contests.items()
-    if beta in (None, *first)
-  }
+      contests.append((beta, found))
   lowered = {}
-  total = sum(found.programs for found in traced.values())
+  total = sum(found.programs for _, found in contests)
   with logs.Progress(total, 'trace', unit='programs') as progress:
-    for case, found in traced.items():
-      programs = found.lowered(progress.advance)
-      lowered |= {(case, name): low for name, low in programs.items()}
-  with logs.Progress(total, 'compile', unit='programs') as progress:
+    for _, found in contests:
+      lowered |= found.lowered(lowered, progress.advance)
+  with logs.Progress(len(lowered), 'compile', unit='programs') as progress:
     compiled = timing.compile_all(lowered, progress.advance)
-  for (beta, batch), found in contests.items():
-    case = beta is None, batch
-    found.compiled(
-      {name: program for (of, name), program in compiled.items() if of == case}
-    )
+  for _, found in contests:
+    found.compiled(compiled)
   return contests
 
 
@@ -263,17 +259,16 @@ def compare(entry, found, rows):
     alike = one.rule == other.rule or (one.rule, other.rule) == JOINTLY
     if not (same and alike and contest.rivals(*ways)):
       continue
-    t = rows[0]['temperature']
     tokens = [by_arm[arm]['tokens_per_round'] for arm in (one, other)]
     pairs.append(
       {
         'arm': one._asdict(),
         'against': other._asdict(),
-        'temperature': t,
+        'temperature': found.temperature,
         'batch': found.batch,
         'nodes': by_arm[one]['nodes'],
         'tokens_per_round': tokens,
-        'faster': found.against(t, one, other)._asdict(),
+        'faster': found.against(one, other)._asdict(),
       }
     )
   return pairs
@@ -297,7 +292,7 @@ def certificates(entry):
     rule: tiers.on_tables(rule, rules[rule], TABLES.value)
     for rule in dict.fromkeys(arm.rule for _, arm in cases)
   }
-  found = []
+  found, plain = [], {}
   for i, (beta, arm) in enumerate(cases):
     label = '' if beta is None else f', contrastive with β = {beta:g}'
     print(
@@ -305,7 +300,7 @@ def certificates(entry):
       file=sys.stderr,
     )
     way = (entry.ways | entry.contrastive)[arm.drafter]
-    drafter = entry.drafters[arm.drafter]
+    drafter = entry.drafters[c['temperature']][arm.drafter]
     subject = tiers.Subject(
       entry.targets[beta],
       pricing.with_warp(drafter, warp),
@@ -314,18 +309,21 @@ def certificates(entry):
       entry.workspace.direction(way.kind, way.draft, warp),
       jax.random.key(0),
     )
+    depth = way.k or drafter.k
     got = tiers.certify(
       subject,
       arm.rule,
       prompts,
       tokens=NUM_TOKENS.value,
-      depth=way.k or drafter.k,
+      depth=depth,
       each=EACH,
       max_new_tokens=c['max_new_tokens'],
       tables=tables[arm.rule],
+      plain=plain.get((beta, depth)),
       seeds=False,  # greedy text is compared where it is timed
       level=certify.LEVEL / len(cases),
     )
+    plain[beta, depth] = got.text[tiers.PLAIN]
     found.append({'beta': beta, **arm._asdict(), **got.summary()})
   return found
 

@@ -7,8 +7,9 @@ compiled before, in turns.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,8 +67,15 @@ class Way(NamedTuple):
     """Of the drafts that have to be there."""
     return [] if self.kind in WITHOUT_DRAFT else self.draft.split(',')
 
-  def drafter(self, workspace: Workspace) -> Drafter:
-    """What drafts; see `Workspace.proposer`, also for what it raises."""
+  def drafter(self, workspace: Workspace, temperature: float) -> Drafter:
+    """What drafts at a temperature, which a tree of candidates is chosen for.
+
+    See `Workspace.proposer`, also for what it raises.
+    """
+    config = workspace.config
+    decoding = {**config['decode'], 'temperature': temperature}
+    workspace = copy.copy(workspace)
+    workspace.config = {**config, 'decode': decoding}
     return workspace.proposer(
       self.kind,
       self.draft,
@@ -200,12 +208,13 @@ def rivals(one: Way, other: Way) -> bool:
 
 
 class Contest:
-  """Arms at one batch size, in front of one target.
+  """Arms at one batch size and temperature, in front of one target.
 
   Attributes:
     batch: rows decoded at once.
-    seconds: by temperature and arm, of each repeat.
-    results: by temperature and arm, of each group of prompts.
+    temperature: of target and drafts.
+    seconds: by arm, of each repeat.
+    results: by arm, of each group of prompts.
   """
 
   def __init__(
@@ -217,6 +226,7 @@ class Contest:
     *,
     groups: Sequence[Prompts],
     max_new_tokens: int,
+    temperature: float,
     done: Callable[[], Any] = lambda: None,
   ):
     """Prefills; then `lowered`, `compiled` and `run`.
@@ -229,11 +239,13 @@ class Contest:
       groups: prompts to be decoded together, groups of one size, all of one
         length.
       max_new_tokens: of every row.
+      temperature: of target and drafts.
       done: called after each drafter.
     """
     self.batch = len(groups[0])
-    self.seconds: dict[float, dict[Arm, list[float]]] = {}
-    self.results: dict[float, dict[Arm, list[generation.Result]]] = {}
+    self.temperature = temperature
+    self.seconds: dict[Arm, list[float]] = {}
+    self.results: dict[Arm, list[generation.Result]] = {}
     self._target = target
     self._drafters = {PLAIN.drafter: NoDrafter(), **drafters}
     self._rules = {
@@ -262,27 +274,35 @@ class Contest:
       done()
 
   def lowered(
-    self, done: Callable[[], Any] = lambda: None
+    self,
+    known: Container[Hashable] = (),
+    done: Callable[[], Any] = lambda: None,
   ) -> dict[Hashable, jax.stages.Lowered]:
     """The programs, to be compiled and given to `compiled`.
 
-    They serve any target of the same structure.
+    Contests that differ in temperature, or in a number of the target, share
+    them.
 
     Args:
-      done: called after each.
+      known: the names of those that another contest has.
+      done: called after each arm and each drafter.
     """
     self._begun = {name: x[0] for name, x in self._states.items()}
+    cases = {
+      self._program(arm): (
+        decode.advance,
+        self._arguments(arm, self._begun[arm.drafter]),
+      )
+      for arm in self._arms
+    }
+    cases |= {
+      self._program(name): (timing.proposals, self._proposals(name))
+      for name in self._drafting
+    }
     found = {}
-    for arm in self._arms:
-      arguments = self._arguments(arm, 1.0, self._begun[arm.drafter])
-      found['round', arm, self.batch] = jax.jit(decode.advance).lower(
-        *arguments
-      )
-      done()
-    for name in self._drafting:
-      found['draft', name, self.batch] = jax.jit(timing.proposals).lower(
-        *self._proposals(name, 1.0)
-      )
+    for name, (function, arguments) in cases.items():
+      if name not in known:
+        found[name] = jax.jit(function).lower(*arguments)
       done()
     return found
 
@@ -297,24 +317,20 @@ class Contest:
     for arm in self._arms:
       first = self._states[arm.drafter][0]
       soon = first._replace(stop=first.length + 1)
-      end = self._decoding(arm, 1.0, soon)()
+      end = self._decoding(arm, soon)()
       # From here on a draft has no prompt to read.
       self._begun[arm.drafter] = end._replace(
         stop=first.stop, done=first.done, stats=first.stats
       )
     for name in self._drafting:
-      jax.block_until_ready(self._drafting_of(name, 1.0)())
+      jax.block_until_ready(self._drafting_of(name)())
 
   def run(
-    self,
-    temperature: float,
-    repeats: int,
-    done: Callable[[], Any] = lambda: None,
+    self, repeats: int, done: Callable[[], Any] = lambda: None
   ) -> list[dict[str, Any]]:
     """Times all arms in turns.
 
     Args:
-      temperature: of target and draft.
       repeats: timings of each arm.
       done: called after each round of the arms, `parts * repeats` times.
 
@@ -327,41 +343,35 @@ class Contest:
       plain decoding.
     """
     calls = {
-      arm: [
-        self._decoding(arm, temperature, state)
-        for state in self._states[arm.drafter]
-      ]
+      arm: [self._decoding(arm, state) for state in self._states[arm.drafter]]
       for arm in self._arms
     }
     calls |= {
-      name: [self._drafting_of(name, temperature)] * self.parts
-      for name in self._drafting
+      name: [self._drafting_of(name)] * self.parts for name in self._drafting
     }
     seconds, states = timing.alternate(calls, repeats, done)
-    results = {
+    self.seconds = {arm: seconds[arm] for arm in self._arms}
+    self.results = {
       arm: [
         generation.finish(state, self._prompt_length) for state in states[arm]
       ]
       for arm in self._arms
     }
-    self.seconds[temperature] = {arm: seconds[arm] for arm in self._arms}
-    self.results[temperature] = results
     turns = self.parts * pricing.TURNS['draft']
-    plain = sum(int(r.stats.rounds.max()) for r in results[PLAIN])
+    plain = sum(int(r.stats.rounds.max()) for r in self.results[PLAIN])
     drafting = {
       name: timing.ratio(seconds[name], seconds[PLAIN]).median * plain / turns
       for name in self._drafting
     }
     return [
-      self._row(arm, temperature, drafting[arm.drafter])
+      self._row(arm, drafting[arm.drafter])
       for arm in self._arms
       if arm != PLAIN
     ]
 
-  def against(self, temperature: float, one: Arm, other: Arm) -> timing.Spread:
+  def against(self, one: Arm, other: Arm) -> timing.Spread:
     """How much faster one arm was than another, repeat by repeat."""
-    seconds = self.seconds[temperature]
-    return timing.ratio(seconds[other], seconds[one])
+    return timing.ratio(self.seconds[other], self.seconds[one])
 
   @property
   def parts(self) -> int:
@@ -372,54 +382,55 @@ class Contest:
   def _drafting(self) -> list[str]:
     return [name for name in self._drafters if name != PLAIN.drafter]
 
-  def _row(self, arm, temperature, drafting) -> dict[str, Any]:
-    seconds, results = self.seconds[temperature], self.results[temperature]
-    own, plain = results[arm], results[PLAIN]
+  def _row(self, arm, drafting) -> dict[str, Any]:
+    own, plain = self.results[arm], self.results[PLAIN]
     tested, passed = (
       sum(int(getattr(result.stats, name).sum()) for result in own)
       for name in ('tested', 'passed')
     )
     nodes = own[0].stats.tested.shape[1]
     mismatches = None
-    if temperature == 0:
+    if self.temperature == 0:
       mismatches = sweep.mismatches(self._target, plain, own)
+    seconds = self.seconds[arm], self.seconds[PLAIN]
     return {
       **arm._asdict(),
-      'temperature': temperature,
+      'temperature': self.temperature,
       'batch': self.batch,
       'nodes': nodes,
       'tree': self._trees[arm.drafter],
       'acceptance': passed / tested if tested else None,
       'draft_cost': drafting,
       'mismatches': mismatches,
-      **sweep.measured(seconds[arm], seconds[PLAIN], own, plain, nodes),
+      **sweep.measured(*seconds, own, plain, nodes),
     }
 
-  def _decoding(self, arm, temperature, state):
+  def _program(self, what: Arm | str) -> Hashable:
+    """The name of the program of an arm, or of a drafter alone."""
+    drafter = self._drafters[getattr(what, 'drafter', what)]
+    structure = jax.tree.structure((self._target, drafter))
+    return what, self.batch, structure
+
+  def _decoding(self, arm, state):
     """A call that has nothing left to do on the host."""
-    return functools.partial(
-      self._programs['round', arm, self.batch],
-      *self._arguments(arm, temperature, state),
-    )
+    program = self._programs[self._program(arm)]
+    return functools.partial(program, *self._arguments(arm, state))
 
-  def _drafting_of(self, name, temperature):
-    return functools.partial(
-      self._programs['draft', name, self.batch],
-      *self._proposals(name, temperature),
-    )
+  def _drafting_of(self, name):
+    program = self._programs[self._program(name)]
+    return functools.partial(program, *self._proposals(name))
 
-  def _arguments(self, arm, temperature, state):
+  def _arguments(self, arm, state):
     return pricing.arguments(
       self._target,
       self._drafters[arm.drafter],
       self._rules[arm.rule],
-      warps.temperature(temperature),
+      warps.temperature(self.temperature),
       state,
       decode.FOREVER,
     )
 
-  def _proposals(self, name, temperature):
-    arm = Arm(name, PLAIN.rule)
+  def _proposals(self, name):
     state = self._begun[name]
-    target, drafter, *_ = self._arguments(arm, temperature, state)
+    target, drafter, *_ = self._arguments(Arm(name, PLAIN.rule), state)
     return target, drafter, state, pricing.TURNS['draft']

@@ -192,7 +192,7 @@ def test_a_size_is_what_the_target_scores(run):
     'early_exit:1@3',
   ):
     way = contest.parse(text, 9)
-    draft = decode.shapes(target, way.drafter(run))
+    draft = decode.shapes(target, way.drafter(run, 1.0))
     assert draft.tokens.shape == (1, int(text.split('@')[1].split('/')[0]))
   assert (decode.shapes(TARGET, TREE).tokens.shape) == (1, 2 + 2 * 2)
 
@@ -378,44 +378,45 @@ def test_arms_share_prompts_keys_and_lengths():
   drafters = {'chain': MODEL, 'tree': TREE, 'ngram': NGram(3)}
   arms, _ = contest.pair(TARGET, drafters, rules)
   prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]]
-  found = contest.Contest(
-    TARGET,
-    drafters,
-    rules,
-    arms,
-    groups=[prompts[:2], prompts[2:]],
-    max_new_tokens=24,
+  cold, warm = (
+    contest.Contest(
+      TARGET,
+      drafters,
+      rules,
+      arms,
+      groups=[prompts[:2], prompts[2:]],
+      max_new_tokens=24,
+      temperature=t,
+    )
+    for t in (0.0, 1.0)
   )
-  assert found.programs == 1 + 6 + 3
-  lowered = found.lowered()
-  assert len(lowered) == found.programs
-  found.compiled(
-    {
-      name: low.compile(compiler_options=toys.QUICK)
-      for name, low in lowered.items()
-    }
-  )
-  rows = {t: found.run(t, 2) for t in (0.0, 1.0)}
-  for t, some in rows.items():
-    assert [Arm(row['drafter'], row['rule']) for row in some] == arms
-    plain = [r.new_tokens() for r in found.results[t][PLAIN]]
-    for row in some:
+  lowered = cold.lowered()
+  assert len(lowered) == cold.programs == 1 + 6 + 3
+  assert warm.lowered(known=lowered) == {}  # a temperature is a number
+  programs = {
+    name: low.compile(compiler_options=toys.QUICK)
+    for name, low in lowered.items()
+  }
+  for found in (cold, warm):
+    found.compiled(programs)
+    rows = found.run(2)
+    assert [Arm(row['drafter'], row['rule']) for row in rows] == arms
+    plain = [r.new_tokens() for r in found.results[PLAIN]]
+    for row in rows:
       arm = Arm(row['drafter'], row['rule'])
-      own = [r.new_tokens() for r in found.results[t][arm]]
+      own = [r.new_tokens() for r in found.results[arm]]
       assert [len(x) for group in own for x in group] == [24] * 4
-      if t == 0 or arm.rule == 'sampler_match':
+      if found is cold or arm.rule == 'sampler_match':
         assert own == plain
       assert row['nodes'] == {'chain': 3, 'tree': 6, 'ngram': 3}[arm.drafter]
       assert row['tree'] == (arm.drafter == 'tree')
-      assert row['draft_cost'] > 0 and 0 <= row['acceptance'] <= 1
-      count = sum(int(r.stats.rounds.sum()) for r in found.results[t][arm])
+      assert row['draft_cost'] > 0 and 0 <= (row['acceptance'] or 0) <= 1
+      count = sum(int(r.stats.rounds.sum()) for r in found.results[arm])
       assert row['tokens_per_round'] == pytest.approx(4 * 24 / count)
-      assert row['mismatches'] == ([] if t == 0 else None)
+      assert row['mismatches'] == ([] if found is cold else None)
       assert row['speedup_min'] <= row['speedup'] <= row['speedup_max']
   one, other = Arm('tree', 'rejection'), Arm('chain', 'rejection')
-  there, back = (
-    found.against(1.0, *pair) for pair in ((one, other), (other, one))
-  )
+  there, back = (warm.against(*pair) for pair in ((one, other), (other, one)))
   assert there.min == pytest.approx(1 / back.max)
 
 

@@ -137,6 +137,7 @@ def certify(
   tables: Sequence[Mapping[str, Any]],
   float32: bool = True,
   seeds: bool = True,
+  plain: Sequence[generation.Result] | None = None,
   level: float = decisions.LEVEL,
 ) -> Certificate:
   """All parts that decide.
@@ -153,6 +154,8 @@ def certify(
     float32: whether the target computes in it. Where it does not near-ties are
       common, and wide, so that equal seeds decide nothing.
     seeds: whether to compare text of equal seeds.
+    plain: text of the plain arm from an earlier certificate of the same target,
+      key and sizes, which need not be written again.
     level: chance that a lossless decoder fails.
   """
   # Rows with room for two rounds have pairs of tokens K + 1 apart.
@@ -160,7 +163,13 @@ def certify(
   rows = {'each': each, 'max_new_tokens': new}
   batches = -(-tokens // (len(prompts) * each * new))
   tests, seen, text = against_the_law(
-    subject, prompts, lags=depth + 1, batches=batches, level=level, **rows
+    subject,
+    prompts,
+    lags=depth + 1,
+    batches=batches,
+    plain=plain,
+    level=level,
+    **rows,
   )
   equal = with_equal_seeds(subject, prompts, **rows) if seeds else []
   # Of a rule of one's own it is not known whether it reports its tests.
@@ -225,6 +234,7 @@ def against_the_law(
   batches: int,
   each: int,
   max_new_tokens: int,
+  plain: Sequence[generation.Result] | None = None,
   level: float = decisions.LEVEL,
 ) -> tuple[
   list[decisions.Test],
@@ -240,6 +250,7 @@ def against_the_law(
     batches: of each arm.
     each: rows of each prompt in a batch, even.
     max_new_tokens: of each row.
+    plain: text of the plain arm, if it has been written before.
     level: of all tests together.
 
   Returns:
@@ -247,9 +258,13 @@ def against_the_law(
   """
   seen, text = {}, {}
   size = {'batches': batches, 'each': each, 'max_new_tokens': max_new_tokens}
-  with logs.Progress(4 * batches, 'tests', unit='batches') as bar:
+  steps = (4 if plain is None else 3) * batches
+  with logs.Progress(steps, 'tests', unit='batches') as bar:
     for i, arm in enumerate(ARMS):
-      text[arm] = subject.sample(arm, prompts, i, done=bar.advance, **size)
+      if arm == PLAIN and plain is not None:
+        text[arm] = list(plain)
+      else:
+        text[arm] = subject.sample(arm, prompts, i, done=bar.advance, **size)
       seen[arm] = subject.observe(text[arm], bar.advance)
   return decisions.decide(seen, lags, level), seen, text
 
