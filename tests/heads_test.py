@@ -235,7 +235,8 @@ def test_memory_is_what_the_target_made_of_the_last_committed_token(name):
   assert counts >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize('name', sooner('chain', 'full', 'sparse'))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', DRAFTERS)
 def test_a_row_alone_is_the_row_in_its_batch(name):
   keys = jax.random.split(jax.random.key(5), 3)
 
@@ -301,6 +302,7 @@ class FirstLaw(HeadsDrafter):
     return dataclasses.replace(draft, logits=laws), memory
 
 
+@pytest.mark.slow
 def test_a_chain_tested_with_the_law_of_another_head_is_caught():
   rule, heads = verify.as_pytree(verify.rejection), toys.heads(3, K).heads
   target = Markov(law_test.TARGET)
@@ -488,7 +490,8 @@ def test_gradients_are_finite_under_every_loss(kind, name):
     assert any(leaf.any() for leaf in leaves)
 
 
-@a_kind
+@pytest.mark.slow
+@kinds
 def test_training_raises_what_decoding_accepts(kind):
   drafter, tx = built(kind, k=2), optax.adam(0.03)
   step = jax.jit(optimizing.make_step(distill.distill_loss, tx))
