@@ -5,7 +5,7 @@ import jax
 import pytest
 import toys
 
-from specjax import enumeration, generation
+from specjax import generation
 from specjax.certify import samples
 
 # The same examples every time: a failure is a change of the code, never luck.
@@ -33,7 +33,6 @@ def quick_compilation():
       (generation, '_prefill', {}),
       (samples, '_decode', {}),
       (samples, '_observe', {'static_argnums': 5}),
-      (enumeration, '_verdicts', {'static_argnums': 1}),
     ):
       function = getattr(module, name).__wrapped__
       patch.setattr(module, name, toys.jit(function, **options))
