@@ -36,6 +36,8 @@ from specjax.workspace import Workspace
 
 INF = math.inf
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 
 def page(**values):
   """The tiny page as plain values, with some of them changed."""

@@ -20,6 +20,8 @@ PROMPTS = [3], [0, 1, 2]
 WARP = warps.compose(warps.Temperature(0.7), warps.TopP(0.9))
 DRAFTER = ModelDrafter(Markov(DRAFT), 2, WARP)
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 
 def sample(drafter=DRAFTER, rule=verify.rejection, batches=2, **settings):
   settings = {'warp': WARP, 'max_new_tokens': NEW, 'each': 4} | settings

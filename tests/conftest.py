@@ -5,7 +5,8 @@ import jax
 import pytest
 import toys
 
-from specjax import decode, generation
+from specjax import generation
+from specjax.certify import samples
 
 # The same examples every time: a failure is a change of the code, never luck.
 hypothesis.settings.register_profile(
@@ -19,17 +20,22 @@ def pytest_addoption(parser):
   parser.addoption(
     '--exhaustive',
     action='store_true',
-    help='enumerate rules on all tables instead of every tenth',
+    help='enumerate rules on all tables instead of every twentieth',
   )
 
 
 @pytest.fixture(scope='module')
 def quick_compilation():
   """For programs that run a few times only."""
-  advance = toys.jit(decode.advance, donate_argnums=5)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(generation, 'advance', advance)
-    patch.setattr(generation, '_prefill', toys.jit(decode.prefill))
+    for module, name, options in (
+      (generation, 'advance', {'donate_argnums': 5}),
+      (generation, '_prefill', {}),
+      (samples, '_decode', {}),
+      (samples, '_observe', {'static_argnums': 5}),
+    ):
+      function = getattr(module, name).__wrapped__
+      patch.setattr(module, name, toys.jit(function, **options))
     yield
 
 

@@ -48,6 +48,9 @@ DRAFTERS = {
 }
 NEVER = jnp.zeros(0, jnp.int32)
 every = pytest.mark.parametrize('name', CONTROLLERS)
+SHIPPED = {'advance': generation.advance, '_prefill': generation._prefill}
+
+pytestmark = pytest.mark.usefixtures('quick_compilation')
 
 
 def generate(drafter, controller, prompts, new, seed=0, **settings):
@@ -73,8 +76,8 @@ def cost(result):
     ('fallback', 'model'),
     ('adaptive', 'model'),
     ('confidence', 'block'),
-    ('adaptive', 'coupled'),
-    ('fallback', 'ngram'),
+    pytest.param('adaptive', 'coupled', marks=pytest.mark.slow),
+    pytest.param('fallback', 'ngram', marks=pytest.mark.slow),
   ],
 )
 def test_greedy_text_is_that_of_the_target(name, drafter):
@@ -131,7 +134,7 @@ def foresight(drafter, controller):
   )
   arguments = TARGET, drafter, verify.as_pytree(verify.rejection)
   settings = warps.UNCHANGED, NEVER
-  step = jax.jit(decode.step)
+  step = toys.jit(decode.step)
   for _ in range(6):  # some history
     state, _ = step(*arguments, *settings, state, controller)
 
@@ -141,7 +144,7 @@ def foresight(drafter, controller):
     return seen.draft.tokens[0], seen.draft.valid[0]
 
   rows = jax.random.split(jax.random.key(2), 3000)
-  tokens, valid = jax.jit(jax.vmap(draft))(rows)
+  tokens, valid = toys.jit(jax.vmap(draft))(rows)
   tokens, valid = np.asarray(tokens), np.asarray(valid)
   for i in range(K):
     before = np.where(valid[:, :i], tokens[:, :i], -1)
@@ -283,7 +286,10 @@ def test_numbers_of_a_controller_are_leaves():
       ('confidence', {'bound': value}),
     ):
       controller = dataclasses.replace(CONTROLLERS[name], **change)
-      generate(ModelDrafter(NEAR, K), controller, [[3]], 4)
+      # What other tests have compiled too.
+      warp = Greedy() if name == 'confidence' else warps.UNCHANGED
+      drafter = ModelDrafter(NEAR, K, warp)
+      generate(drafter, controller, PROMPTS, 40, warp=Greedy())
     sizes = [program._cache_size() for program in programs]
     assert value == 0.25 or sizes == before
     before = sizes
@@ -351,7 +357,7 @@ def test_fallback_costs_next_to_nothing_behind_a_bad_draft():
 def test_fallback_comes_back_when_the_draft_is_exchanged():
   bad, good = ModelDrafter(UNTRAINED, K), ModelDrafter(CLOSE, K)
   controller = draft_length.Fallback(RUNGS)
-  advance = jax.jit(decode.advance)
+  advance = toys.jit(decode.advance)
   rule = verify.as_pytree(verify.rejection)
   state = generation.start(
     LARGE,
@@ -416,8 +422,10 @@ def regimes(stay, vocab=16):
 
 
 @pytest.mark.slow
-def test_adaptive_is_near_an_oracle_of_the_regime():
+def test_adaptive_is_near_an_oracle_of_the_regime(monkeypatch):
   """One that knows which it is in, and the best length there."""
+  # So many rounds take longer than to compile them well.
+  monkeypatch.setattr(generation, 'advance', SHIPPED['advance'])
   k, new, seeds = 16, 4000, range(4)
 
   def spent(controller, k, stay, new, prompt=0, seed=0):
@@ -477,7 +485,8 @@ def test_what_does_not_fit_is_refused():
       draft_length.find(*arguments)
 
 
-def test_a_state_belongs_to_its_controller():
+def test_a_state_belongs_to_its_controller(monkeypatch):
+  monkeypatch.setattr(generation, '_prefill', SHIPPED['_prefill'])
   rule = verify.as_pytree(verify.rejection)
   drafter = ModelDrafter(NEAR, K)
   for own, other in (

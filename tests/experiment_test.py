@@ -1,5 +1,6 @@
 """Command lines: what is meant is done, what is not is one line and code 2."""
 
+import json
 import math
 import os
 import pathlib
@@ -178,16 +179,56 @@ if __name__ == '__main__':
 """
 
 
+# Forks, for each line, a process that goes on to run the script named there.
+SERVER = """if True:
+  import json, os, runpy, sys
+  from specjax import experiment  # once for all, since it takes a second
+  for line in sys.stdin:
+    script, *arguments = json.loads(line)
+    child = os.fork()
+    if not child:
+      break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+  else:
+    sys.exit()
+  os.chdir(os.path.dirname(script))
+  for name, number in (('stdout', 1), ('stderr', 2)):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+  sys.argv = [script, *arguments]
+  runpy.run_path(script, run_name='__main__')
+"""
+
+
+@pytest.fixture(scope='module')
+def server():
+  """Runs scripts in processes of their own; gives the exit code of each."""
+  command = [sys.executable, '-c', SERVER]
+  with subprocess.Popen(
+    command,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+
+    def run(*command):
+      print(json.dumps(command), file=process.stdin, flush=True)
+      return int(process.stdout.readline())
+
+    yield run
+    process.stdin.close()
+
+
 @pytest.fixture
-def script(tmp_path, page):
-  """Runs a script in an empty folder; gives code, stdout and stderr."""
+def script(tmp_path, page, server):
+  """Runs a script in a folder of its own; gives code, stdout and stderr."""
 
   def call(*arguments, default=str(page)):
     path = tmp_path / 'script.py'
     path.write_text(SCRIPT.format(root=str(ROOT), default=default))
-    command = [sys.executable, str(path), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    code = server(str(path), *arguments)
+    said = ((tmp_path / name).read_text() for name in ('stdout', 'stderr'))
+    return code, *said
 
   return call
 

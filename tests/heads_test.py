@@ -80,6 +80,20 @@ def built(kind, k=K, seed=None, **c):
   return dataclasses.replace(drafter, heads=jax.tree.map(lively, drafter.heads))
 
 
+measure = toys.jit(distill.measure, static_argnums=3)
+
+
+@toys.jit
+def score(drafter, batch):
+  output = TARGET.forward(batch.tokens, batch.segments)
+  return drafter.score(TARGET, batch, output)
+
+
+@toys.jit
+def unembed(drafter, features):
+  return drafter.unembed(TARGET, features)
+
+
 @toys.jit
 def ahead(heads, features):
   return jnp.stack([head(features) for head in heads])
@@ -120,14 +134,13 @@ def proposal(drafter, prompts, limit=None):
 def test_a_chain_is_drawn_from_the_laws_of_training(drafter):
   """Those that `score` gives where the last token of a prompt is pending."""
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, 6)))
-  batch = Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape))
-  output = TARGET.forward(batch.tokens, batch.segments)
-  scored = drafter.score(TARGET, batch, output)
+  ones = np.ones(tokens.shape, np.int32)
+  scored = score(drafter, Batch(tokens, ones, ones.astype(np.float32)))
   assert scored.shape == (2, 6, K, V)
   for t in range(6):
     draft = proposal(drafter, tokens[:, : t + 1].tolist())
     np.testing.assert_allclose(
-      draft.logits, drafter.unembed(TARGET, scored[:, t]), atol=1e-5
+      draft.logits, unembed(drafter, np.asarray(scored)[:, t]), atol=1e-5
     )
     for row in range(2):
       wanted = logits(drafter, tokens[row, :t].tolist())
@@ -136,9 +149,9 @@ def test_a_chain_is_drawn_from_the_laws_of_training(drafter):
 
 def test_nothing_crosses_from_one_document_to_the_next():
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (1, 6)))
-  segments = jnp.array([[1, 1, 2, 2, 2, 0]])
-  batch = Batch(tokens, segments, jnp.ones(tokens.shape))
-  scored = CHAIN.score(TARGET, batch, TARGET.forward(tokens, segments))
+  segments = np.array([[1, 1, 2, 2, 2, 0]])
+  batch = Batch(tokens, segments, np.ones(tokens.shape, np.float32))
+  scored = np.asarray(score(CHAIN, batch))
   assert not scored[0, [0, 2, 5]].any() and scored[0, [1, 3, 4]].all()
 
 
@@ -222,7 +235,8 @@ def test_memory_is_what_the_target_made_of_the_last_committed_token(name):
   assert counts >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize('name', sooner('chain', 'full', 'sparse'))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', DRAFTERS)
 def test_a_row_alone_is_the_row_in_its_batch(name):
   keys = jax.random.split(jax.random.key(5), 3)
 
@@ -288,6 +302,7 @@ class FirstLaw(HeadsDrafter):
     return dataclasses.replace(draft, logits=laws), memory
 
 
+@pytest.mark.slow
 def test_a_chain_tested_with_the_law_of_another_head_is_caught():
   rule, heads = verify.as_pytree(verify.rejection), toys.heads(3, K).heads
   target = Markov(law_test.TARGET)
@@ -389,10 +404,10 @@ def windows(seed=0, rows=4, size=40):
     law = [oracles.softmax(oracles.following(TABLE, row)) for row in text]
     new = [rng.choice(V, p=p) for p in law]
     text = np.column_stack([text, np.array(new, np.int32)])
-  tokens = jnp.asarray(text).reshape(rows, size)
-  segments = jnp.tile(1 + (jnp.arange(size) >= size // 2), (rows, 1))
-  weight = (jnp.arange(size) % (size // 2) > 0).astype(jnp.float32)
-  return Batch(tokens, segments, jnp.tile(weight, (rows, 1)))
+  segments = np.tile(1 + (np.arange(size) >= size // 2), (rows, 1))
+  weight = (np.arange(size) % (size // 2) > 0).astype(np.float32)
+  weight = np.tile(weight, (rows, 1))
+  return Batch(*map(jnp.asarray, (text.reshape(rows, size), segments, weight)))
 
 
 def by_hand(drafter, batch, k, temperature):
@@ -417,7 +432,7 @@ def by_hand(drafter, batch, k, temperature):
 def test_the_h_th_horizon_is_measured_as_the_h_th_token_of_a_draft():
   batch = windows()
   got = distill.means(
-    [distill.measure(CHAIN, TARGET, warps.Temperature(0.7), 2, batch)]
+    [measure(CHAIN, TARGET, warps.Temperature(0.7), 2, batch)]
   )
   ratios = np.array([*by_hand(CHAIN, jax.tree.map(np.asarray, batch), 2, 0.7)])
   passed = np.cumprod(np.minimum(ratios, 1), 1).mean(0)
@@ -432,10 +447,13 @@ def test_the_h_th_horizon_is_measured_as_the_h_th_token_of_a_draft():
 
 def test_ranks_are_counted_head_by_head():
   batch = windows()
-  sums, weights = distill.rank_accuracy(CHAIN, TARGET, 2, batch)
+  count = toys.jit(distill.rank_accuracy, static_argnums=2)
+  sums, weights = count(CHAIN, TARGET, 2, batch)
   assert sums.shape == weights.shape == (K, 2)
-  output = TARGET.forward(batch.tokens, batch.segments)
-  scored = np.asarray(CHAIN.score(TARGET, batch, output))
+  scored, batch = (
+    np.asarray(score(CHAIN, batch)),
+    Batch(*map(np.asarray, batch)),
+  )
   rows, size = batch.tokens.shape
   wanted, counts = np.zeros((K, 2)), np.zeros((K, 1))
   for b, t, h in np.ndindex(rows, size, K):
@@ -472,14 +490,14 @@ def test_gradients_are_finite_under_every_loss(kind, name):
     assert any(leaf.any() for leaf in leaves)
 
 
-@a_kind
+@pytest.mark.slow
+@kinds
 def test_training_raises_what_decoding_accepts(kind):
   drafter, tx = built(kind, k=2), optax.adam(0.03)
   step = jax.jit(optimizing.make_step(distill.distill_loss, tx))
   state = optimizing.init(drafter, tx)
   text = [windows(seed) for seed in range(4)]
   held_out = windows(9, rows=12)
-  measure = toys.jit(distill.measure, static_argnums=3)
 
   def rounds(drafter):
     result = generation.generate(

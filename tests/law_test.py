@@ -191,6 +191,7 @@ def test_a_planted_fault_is_found(fault):
   assert shipped(**fault) < 1e-4
 
 
+@pytest.mark.slow  # a program each
 @pytest.mark.parametrize(
   'drafter',
   [
@@ -220,16 +221,12 @@ CONTROLLERS = {
   ('name', 'rule'),
   [
     ('adaptive', verify.rejection),
-    *(
-      pytest.param(*pair, marks=pytest.mark.slow)
-      for pair in (
-        ('fallback', verify.rejection),
-        ('confidence', verify.rejection),
-        ('confidence', verify.block),
-      )
-    ),
+    ('fallback', verify.rejection),
+    ('confidence', verify.rejection),
+    ('confidence', verify.block),
   ],
 )
+@pytest.mark.slow
 def test_a_draft_length_leaves_the_law_alone(name, rule):
   """Unless what it goes by is the token that it decides on."""
 

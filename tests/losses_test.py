@@ -94,12 +94,29 @@ def test_divergences_are_found_by_name():
       losses.find(name)
 
 
+@functools.cache
+def slope_of(name):
+  """The gradient, compiled once for all tests."""
+  return jax.jit(jax.grad(losses.find(name)))
+
+
+@functools.cache
+def value_and_slopes(name):
+  """The value and the gradients by both laws."""
+  return jax.value_and_grad(losses.find(name), (0, 1))
+
+
+compiled_value_and_slopes = functools.cache(
+  lambda name: jax.jit(value_and_slopes(name))
+)
+
+
 @EVERY
 @pytest.mark.parametrize('pair', [random_pair, holes])
 def test_a_divergence_equals_float64(name, pair):
   logits, log_p = pair(0, 2, 3, 7)
   log_q = log_softmax(logits)
-  got = losses.find(name)(jnp.asarray(logits), jnp.asarray(log_p))
+  got = jax.jit(losses.find(name))(jnp.asarray(logits), jnp.asarray(log_p))
   want = ORACLES[name](log_p, log_q, alpha(log_p, log_q))
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
@@ -115,11 +132,11 @@ def test_cross_entropy_equals_float64():
 
 @EVERY
 def test_a_divergence_and_its_slope_vanish_at_equality_and_only_there(name):
-  divergence = losses.find(name)
+  divergence = jax.jit(losses.find(name))
   logits = jnp.asarray(holes(1, 4, 6)[0])
   log_p = jax.nn.log_softmax(logits)
   # Bit for bit, since 1 - α and what is made of it have a kink there.
-  slope = jax.grad(lambda z: divergence(z, log_p).sum())(logits)
+  slope = jax.grad(lambda z: losses.find(name)(z, log_p).sum())(logits)
   np.testing.assert_allclose(slope, 0, atol=1e-6)
   # Logits that another constant was added to are the same law.
   np.testing.assert_allclose(divergence(logits + 2, log_p), 0, atol=1e-6)
@@ -139,9 +156,7 @@ def test_gradients_are_those_of_finite_differences(name, outside):
   def reference(z):
     return ORACLES[name](log_p, log_softmax(z), at)
 
-  gradient = jax.grad(losses.find(name))(
-    jnp.asarray(logits), jnp.asarray(log_p)
-  )
+  gradient = slope_of(name)(jnp.asarray(logits), jnp.asarray(log_p))
   steps = 1e-5 * np.eye(6)
   slope = [
     (reference(logits + s) - reference(logits - s)) / 2e-5 for s in steps
@@ -178,10 +193,10 @@ EXTREMES = [
 @pytest.mark.parametrize(('p', 'logits'), EXTREMES)
 @pytest.mark.parametrize('jit', [False, True])
 def test_infinities_leave_every_value_and_gradient_finite(name, p, logits, jit):
-  both = jax.value_and_grad(losses.find(name), (0, 1))
+  both = (compiled_value_and_slopes if jit else value_and_slopes)(name)
   log_p, logits = (jnp.asarray(x, jnp.float32) for x in (log(p), logits))
   with jax.debug_nans(True):  # not even where it is unused
-    value, gradients = (jax.jit(both) if jit else both)(logits, log_p)
+    value, gradients = both(logits, log_p)
   assert np.isfinite(value) and value >= -1e-6
   assert np.isfinite(gradients).all()
   assert np.all(np.asarray(gradients[0])[np.isinf(logits)] == 0)

@@ -12,6 +12,8 @@ from specjax.workspace import Workspace
 PAGE = experiment.load(scripts.ROOT / 'configs' / 'stdlib.py:tiny').to_dict()
 MIXED = {'corpus': 0.5, 'target': 0.25, 'draft': 0.25}
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
+
 
 def workspace(folder, **changes):
   """A run over documents that begin with their number."""
