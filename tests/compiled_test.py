@@ -10,7 +10,6 @@ import toys
 
 from specjax import cache as caches
 from specjax import decode, draft_length, generation, verify, warps
-from specjax.candidates import CandidateTree
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -96,23 +95,16 @@ def copies(text, state):
     'none',
     'model',
     'ngram',
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in ('iid', 'distinct', 'candidates', 'heads')
-    ),
+    pytest.param('distinct', marks=pytest.mark.slow),
   ],
 )
 def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   draft = toys.transformer(**{**SIZES, 'layers': 1, 'width': 6})
-  heads = toys.heads(SIZES['width'], 4)
   drafter = {
     'none': NoDrafter(),
     'model': ModelDrafter(draft, 4),
     'ngram': NGram(4),
-    'iid': TreeDrafter(draft, 2, branching=(2, 2), replacement=True),
     'distinct': TreeDrafter(draft, 2, branching=(2, 2)),
-    'heads': heads,
-    'candidates': CandidateTree(heads.heads, 2, paths=((0,), (1,), (0, 1))),
   }[name]
   text, state = advance_program(toys.transformer(**SIZES), drafter, batch)
   assert ' while(' in text and 'dynamic-update-slice' in text
@@ -121,7 +113,7 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   names = {name for _, name in instructions(text)}
   assert 'sort' not in names
   # The first few of all tokens take no sort either.
-  assert ('topk' in text.lower()) == (name in ('distinct', 'candidates'))
+  assert ('topk' in text.lower()) == (name == 'distinct')
 
 
 @pytest.mark.parametrize('batch', [1, 3])

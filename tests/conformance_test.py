@@ -324,6 +324,9 @@ def test_the_loop_copies_no_cache(name, i):
   assert ' while(' in text and 'dynamic-update-slice' in text
   # Not even on entry, for the state is donated.
   assert not compiled_test.copies(text, state)
+  # Nor is a vocabulary sorted.
+  sorts = [x for x, kind in compiled_test.instructions(text) if kind == 'sort']
+  assert not any(compiled_test.V in shape for shape in sorts)
 
 
 @pytest.mark.slow

@@ -1,14 +1,10 @@
 """The target's first layers, drafting on the target's own cache."""
 
 import dataclasses
-import itertools
 
-import compiled_test
 import jax
 import jax.numpy as jnp
-import law_test
 import numpy as np
-import oracles
 import pytest
 import toys
 
@@ -160,58 +156,6 @@ def test_a_limit_is_heeded():
     np.testing.assert_array_equal(seen.draft.valid.sum(-1), wanted)
     sizes.add(step._cache_size())
   assert len(sizes) == 1
-
-
-@pytree
-class Boasting(EarlyExit):
-  """Claims, if told so, a sharper law than it draws from."""
-
-  boasts: bool = False
-
-  def propose(self, *args):
-    draft, memory = super().propose(*args)
-    sharper = jnp.where(self.boasts, 3.0, 1.0)
-    return dataclasses.replace(draft, logits=sharper * draft.logits), memory
-
-
-def joint(model, prompt, steps):
-  """Law `[V] * steps` of what a model says behind a prompt."""
-  paths = np.array([*itertools.product(range(3), repeat=steps)])
-  text = np.concatenate([np.tile(prompt, (len(paths), 1)), paths], 1)
-  features = model.forward(jnp.asarray(text), np.ones_like(text)).features
-  law = oracles.softmax(model.unembed(features))[:, len(prompt) - 1 : -1]
-  picked = np.take_along_axis(law, paths[..., None], -1)[..., 0]
-  return picked.prod(-1).reshape((3,) * steps)
-
-
-@pytest.mark.slow
-def test_the_law_is_the_target_s(monkeypatch):
-  """Unless the draft misstates its own; in one program."""
-  monkeypatch.setattr(law_test, 'ROWS', 4000)
-  target = toys.transformer(layers=2, **{**SIZES, 'vocab_size': 3})
-  rule = verify.as_pytree(verify.rejection)
-
-  def p_value(boasts):
-    drafter = Boasting(1, 3, ADAPTER, boasts=boasts)
-    never = jnp.array(law_test.NEVER)
-    tokens = law_test.run(target, drafter, rule, warps.UNCHANGED, never)
-    return min(
-      oracles.p_value(
-        np.asarray(tokens)[:, i], joint(target, prompt, law_test.STEPS)
-      )
-      for i, prompt in enumerate(law_test.PROMPTS)
-    )
-
-  assert p_value(False) >= 1e-4
-  assert p_value(True) < 1e-4
-
-
-def test_the_loop_copies_no_cache():
-  target = toys.transformer(layers=2, **compiled_test.SIZES)
-  drafter = EarlyExit(1, 4)
-  text, state = compiled_test.advance_program(target, drafter, 3)
-  assert not compiled_test.copies(text, state)
-  assert 'sort' not in {name for _, name in compiled_test.instructions(text)}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import compiled_test
 import drafters_test
 import jax
 import jax.numpy as jnp
@@ -280,13 +279,3 @@ def test_parts_that_do_not_fit_are_refused():
       key=jax.random.key(0),
       max_new_tokens=4,
     )
-
-
-@pytest.mark.parametrize('batch', [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_loop_copies_no_cache(batch):
-  draft = toys.transformer(**{**compiled_test.SIZES, 'layers': 1, 'width': 6})
-  drafter = Mixture(NGram(4), ModelDrafter(draft, 4))
-  target = toys.transformer(**compiled_test.SIZES)
-  text, state = compiled_test.advance_program(target, drafter, batch)
-  assert not compiled_test.copies(text, state)
-  assert 'sort' not in {name for _, name in compiled_test.instructions(text)}
