@@ -310,6 +310,7 @@ def certificates(entry):
       jax.random.key(0),
     )
     depth = way.k or drafter.k
+    new = max(c['max_new_tokens'], 2 * (depth + 1))  # for two rounds
     got = tiers.certify(
       subject,
       arm.rule,
@@ -317,13 +318,13 @@ def certificates(entry):
       tokens=NUM_TOKENS.value,
       depth=depth,
       each=EACH,
-      max_new_tokens=c['max_new_tokens'],
+      max_new_tokens=new,
       tables=tables[arm.rule],
-      plain=plain.get((beta, depth)),
+      plain=plain.get((beta, new)),
       seeds=False,  # greedy text is compared where it is timed
       level=certify.LEVEL / len(cases),
     )
-    plain[beta, depth] = got.text[tiers.PLAIN]
+    plain[beta, new] = got.text[tiers.PLAIN]
     found.append({'beta': beta, **arm._asdict(), **got.summary()})
   return found
 
