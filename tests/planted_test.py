@@ -2,6 +2,8 @@
 
 Every exact rule passes with every way to draft, with the power that it states;
 each planted fault fails. The draft is the target with noise on its weights.
+What can be a number among the arguments of a program is one, faults and rules
+alike: the programs are what takes the time.
 """
 
 import dataclasses
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import law_test
 import pytest
 import toys
+from flax import nnx
 
-from specjax import certify, decode, draws, verify, warps
+from specjax import certify, decode, draws, verify
 from specjax.certify import tiers
 from specjax.drafters.committee import Committee
 from specjax.drafters.coupled import CoupledDrafter
@@ -27,32 +30,21 @@ from specjax.types import pytree
 pytestmark = pytest.mark.slow
 
 K, V = 3, 8
-WARP = warps.compose(warps.Temperature(1.3), warps.TopP(0.95))
+WARP = certify_test.warp(1.3, 0.95)
 PROMPTS = [[7, 3, 0, 1], [5, 5, 2, 6], [3, 3, 4, 4], [1, 2, 3, 4]]
 SIZES = dict(vocab_size=V, width=192, layers=3, heads=4, kv_heads=2, hidden=384)
 
 
-class Faulty(Transformer):
-  """A target that can keep the wrong rows; its fault is its class's."""
-
-  fault = 0
+class Target(Transformer):
+  """A target that can keep the wrong rows."""
 
   def commit(self, cache, rows, kept, chain=True):
     decoding = kept.shape[1] < decode.CHUNK
-    if self.fault == certify_test.UNCUT and decoding:
-      kept = kept.at[:].set(True)
-    if self.fault == certify_test.STALE and decoding:
-      first = jnp.arange(kept.shape[1])[:, None] == 0
-      rows = jax.tree.map(lambda x: jnp.where(first, x, 0), rows)
-    return super().commit(cache, rows, kept, chain)
-
-
-class Uncut(Faulty):
-  fault = certify_test.UNCUT
-
-
-class Stale(Faulty):
-  fault = certify_test.STALE
+    uncut = decoding & (self.fault[...] == certify_test.UNCUT)
+    stale = decoding & (self.fault[...] == certify_test.STALE)
+    behind = jnp.arange(kept.shape[1])[:, None] > 0
+    rows = jax.tree.map(lambda x: jnp.where(stale & behind, 0, x), rows)
+    return super().commit(cache, rows, kept | uncut, chain)
 
 
 def weights(cls=Transformer, noise=0.0):
@@ -68,53 +60,76 @@ def weights(cls=Transformer, noise=0.0):
   return jax.tree.unflatten(structure, leaves)
 
 
-TARGET, DRAFT, OTHER = weights(), weights(noise=0.1), weights(noise=0.2)
+DRAFT, OTHER = weights(noise=0.1), weights(noise=0.2)
 FAR = weights(noise=0.3)  # mostly rejected, for faults of what follows
 MODEL = ModelDrafter(DRAFT, K, WARP)
 
 
+def target(fault=0):
+  """The target, with a fault in its cache or none."""
+  model = weights(Target)
+  model.fault = nnx.Param(jnp.array(fault))
+  return model
+
+
+TARGET = target()
+
+
 @pytree
 class Misled(ModelDrafter):
-  """A drafter with a fault of its own."""
+  """A drafter with faults; its chains may end early, with padding behind."""
 
-  fault: int = dataclasses.field(default=0, metadata={'static': True})
-
-  def propose(self, target, cache, memory, keys, tokens, length):
-    draft, memory = super().propose(target, cache, memory, keys, tokens, length)
-    valid = jnp.ones(draft.tokens.shape, bool)
-    if self.fault == certify_test.DROPPED:
-      law = jax.nn.softmax(draft.logits)
-      q = jnp.take_along_axis(law, draft.tokens[..., None], -1)[..., 0]
-      valid = jnp.cumprod(q > 0.1, 1) > 0
-    return dataclasses.replace(draft, valid=valid), memory
-
-  def _draw(self, keys, length):
-    def draw(i, law):
-      if self.fault == certify_test.ARGMAX:
-        return law.argmax(-1).astype(jnp.int32)
-      key = jax.vmap(jax.random.fold_in)(keys.target, length + i)
-      return jax.vmap(draws.gumbel)(key, law)
-
-    if self.fault in (certify_test.ARGMAX, certify_test.ONE_KEY):
-      return draw
-    return super()._draw(keys, length)
-
-
-class Short(Misled):
-  """Chains that end early, so that there is padding behind them."""
+  fault: int = 0
+  short: bool = False
 
   def propose(self, target, cache, memory, keys, tokens, length):
     draft, memory = super().propose(target, cache, memory, keys, tokens, length)
-    valid = jnp.arange(K) < (length % (K + 1))[:, None]
-    padded = jnp.where(valid, draft.tokens, 0)
+    law = jax.nn.softmax(draft.logits)
+    q = jnp.take_along_axis(law, draft.tokens[..., None], -1)[..., 0]
+    dropped = (q <= 0.1) & (self.fault == certify_test.DROPPED)
+    inside = jnp.arange(K) < (length % (K + 1))[:, None]
+    valid = jnp.cumprod(~dropped, 1).astype(bool)
+    valid &= inside | ~jnp.asarray(self.short)
+    padded = jnp.where(inside | ~jnp.asarray(self.short), draft.tokens, 0)
     return dataclasses.replace(draft, tokens=padded, valid=valid), memory
 
+  def _draw(self, keys, length):
+    own = super()._draw(keys, length)
 
-SHORT, SOUND = pytree(Short)(DRAFT, K, WARP), Misled(DRAFT, K, WARP)
+    def draw(i, law):
+      key = jax.vmap(jax.random.fold_in)(keys.target, length + i)
+      shared = jax.vmap(draws.gumbel)(key, law)
+      token = jnp.where(self.fault == certify_test.ONE_KEY, shared, own(i, law))
+      likeliest = law.argmax(-1).astype(jnp.int32)
+      return jnp.where(self.fault == certify_test.ARGMAX, likeliest, token)
+
+    return draw
+
+
+@pytree
+class OneOf:
+  """A rule by its number, so that several are one program."""
+
+  number: int
+  rules: tuple
+
+  def __call__(self, noise, draft, log_p):
+    def branch(rule):
+      # What holds a leaf is not hashable, as a branch has to be.
+      return lambda: rule(noise, draft, log_p)
+
+    return jax.lax.switch(self.number, [*map(branch, self.rules)])
+
+
+def each(*names, **more):
+  """Rules by name."""
+  rules = {name: verify.RULES[name] for name in names} | more
+  rest = tuple(map(verify.as_pytree, rules.values()))
+  return {name: OneOf(i, rest) for i, name in enumerate(rules)}
 
 
 def decided(
-  drafter=SOUND,
+  drafter=MODEL,
   rule=verify.rejection,
   target=TARGET,
   warp=WARP,
@@ -136,68 +151,68 @@ def decided(
       _PLAIN_TEXT[place] = found, target, warp  # kept, so that ids stay theirs
     return found
 
-  seen = {
-    arm: certify.observe(
-      TARGET,
-      text(arm, i),
-      warp=WARP,
-      direction=drafter if isinstance(drafter, ModelDrafter) else MODEL,
+  model = drafter.model if isinstance(drafter, ModelDrafter) else DRAFT
+  direction = ModelDrafter(model, K, WARP)
+
+  def evidence(arm, i):
+    place = id(target), id(warp), batches, id(model)
+    if arm == tiers.PLAIN and place in _PLAIN_EVIDENCE:
+      return _PLAIN_EVIDENCE[place]
+    found = certify.observe(
+      TARGET, text(arm, i), warp=WARP, direction=direction
     )
-    for i, arm in enumerate(tiers.ARMS)
-  }
+    if arm == tiers.PLAIN:
+      _PLAIN_EVIDENCE[place] = found
+    return found
+
+  seen = {arm: evidence(arm, i) for i, arm in enumerate(tiers.ARMS)}
   tests = certify.decide(seen, K + 1)
   return tests, certify.detectable_leak(seen[tiers.PLAIN], len(tests))
 
 
-_PLAIN_TEXT = {}
+_PLAIN_TEXT, _PLAIN_EVIDENCE = {}, {}
 
 
 def rejected(tests):
   return {test.arm for test in tests if test.rejected}
 
 
+CHAIN = ['rejection', 'block', 'traversal', 'k_seq', 'sampler_match']
+
+
+def chain(by_position=False, stopped=False):
+  """Rules for chains, among them block verification with faults or none."""
+  return each(
+    *CHAIN,
+    keyed=law_test.Block(by_position),
+    stopping=certify_test.UntilItFails(stopped),
+  )
+
+
+TREE, POINTS = each('rejection', 'traversal'), each('rejection', 'block')
+IID = TreeDrafter(DRAFT, 2, WARP, branching=(2, 2), replacement=True)
+DISTINCT = TreeDrafter(DRAFT, 2, WARP, branching=(2, 2))
+COMMITTEE = Committee((MODEL, ModelDrafter(OTHER, K, WARP)))
+SOUND = {'drafter': Misled(DRAFT, K, WARP), 'rule': certify_test.Rule()}
+SHORT = Misled(DRAFT, K, WARP, short=True)
+
 LOSSLESS = {
-  'rejection': (MODEL, verify.rejection),
-  'block': (MODEL, verify.block),
-  'traversal': (MODEL, verify.traversal),
-  'k_seq': (MODEL, verify.k_seq),
-  'sampler_match': (MODEL, verify.sampler_match),
+  **{name: (MODEL, chain()[name]) for name in CHAIN},
   'coupled': (CoupledDrafter(DRAFT, K, WARP), verify.sampler_match),
-  'iid, rejection': (
-    TreeDrafter(DRAFT, 2, WARP, branching=(2, 2), replacement=True),
-    verify.rejection,
-  ),
+  **{f'iid, {name}': (IID, rule) for name, rule in TREE.items()},
   'iid, k_seq': (
     TreeDrafter(DRAFT, 2, WARP, branching=(3, 1), replacement=True),
     verify.k_seq,
   ),
-  'iid, traversal': (
-    TreeDrafter(DRAFT, 2, WARP, branching=(2, 2), replacement=True),
-    verify.traversal,
-  ),
-  'distinct, rejection': (
-    TreeDrafter(DRAFT, 2, WARP, branching=(2, 2)),
-    verify.rejection,
-  ),
-  'distinct, traversal': (
-    TreeDrafter(DRAFT, 2, WARP, branching=(2, 2)),
-    verify.traversal,
-  ),
-  'committee, rejection': (
-    Committee((MODEL, ModelDrafter(OTHER, K, WARP))),
-    verify.rejection,
-  ),
-  'committee, traversal': (
-    Committee((MODEL, ModelDrafter(OTHER, K, WARP))),
-    verify.traversal,
-  ),
-  'ngram, rejection': (NGram(K), verify.rejection),
-  'ngram, block': (NGram(K), verify.block),
-  'padding': (SHORT, verify.rejection),
+  **{f'distinct, {name}': (DISTINCT, rule) for name, rule in TREE.items()},
+  **{f'committee, {name}': (COMMITTEE, rule) for name, rule in TREE.items()},
+  **{f'ngram, {name}': (NGram(K), rule) for name, rule in POINTS.items()},
   'none': (NoDrafter(), verify.rejection),
   # The clean twins of faults below.
-  'far, block': (ModelDrafter(FAR, K, WARP), verify.block),
-  'block, not stopped': (MODEL, certify_test.UntilItFails(False)),
+  'no fault': tuple(SOUND.values()),
+  'padding': (SHORT, certify_test.Rule()),
+  'far, block': (ModelDrafter(FAR, K, WARP), chain()['keyed']),
+  'block, not stopped': (MODEL, chain()['stopping']),
   'siblings, well scored': (
     certify_test.Forgetful(FAR, 2, WARP, branching=(3,)),
     verify.rejection,
@@ -228,36 +243,39 @@ FAULTS = {
     rule=certify_test.Rule(certify_test.PADDING), drafter=SHORT
   ),
   'an argmax draft is scored with its softmax': dict(
-    drafter=Misled(DRAFT, K, WARP, fault=certify_test.ARGMAX)
+    drafter=Misled(DRAFT, K, WARP, certify_test.ARGMAX)
   ),
   'one key for draft and recovery': dict(
-    drafter=Misled(FAR, K, WARP, fault=certify_test.ONE_KEY), batches=MORE
+    drafter=Misled(FAR, K, WARP, certify_test.ONE_KEY), batches=MORE
   ),
   'tokens are dropped by their own value': dict(
-    drafter=Misled(DRAFT, K, WARP, fault=certify_test.DROPPED)
+    drafter=Misled(DRAFT, K, WARP, certify_test.DROPPED)
   ),
-  'the warp of the target is not applied': dict(warp=warps.UNCHANGED),
+  'the warp of the target is not applied': dict(warp=certify_test.warp()),
   'the warp is applied in another order': dict(
-    warp=warps.compose(warps.TopP(0.95), warps.Temperature(1.3))
+    warp=certify_test.warp(1.0, 0.95, 1.3)
   ),
   'accept noise is keyed by position under block': dict(
-    drafter=ModelDrafter(FAR, K, WARP), rule=law_test.Block(True), batches=MORE
+    drafter=ModelDrafter(FAR, K, WARP),
+    rule=chain(by_position=True)['keyed'],
+    batches=MORE,
   ),
   'the block rule stops at its first failure': dict(
-    rule=certify_test.UntilItFails(True)
+    rule=chain(stopped=True)['stopping'], drafter=MODEL
   ),
   'siblings without replacement are scored with the first law': dict(
     drafter=certify_test.Forgetful(FAR, 2, WARP, branching=(3,), faulty=True),
+    rule=verify.rejection,
     batches=MORE,
   ),
-  'rejected rows are committed': dict(target=weights(Uncut)),
-  'accepted rows are not committed': dict(target=weights(Stale)),
+  'rejected rows are committed': dict(target=target(certify_test.UNCUT)),
+  'accepted rows are not committed': dict(target=target(certify_test.STALE)),
 }
 
 
 @pytest.mark.parametrize('fault', FAULTS)
 def test_every_planted_fault_fails(fault):
-  tests, _ = decided(**FAULTS[fault])
+  tests, _ = decided(**SOUND | FAULTS[fault])
   # A wrong warp is wrong in both arms; else plain decoding is the clean twin.
   both = 'warp' in fault
   assert rejected(tests) == (set(tiers.ARMS) if both else {'speculative'})
