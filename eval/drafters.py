@@ -31,6 +31,7 @@ from specjax import (
   logs,
   plots,
   pricing,
+  proposers,
   runs,
   sweep,
   timing,
@@ -306,7 +307,7 @@ def certificates(entry):
       pricing.with_warp(drafter, warp),
       rules[arm.rule],
       warp,
-      entry.workspace.direction(way.kind, way.draft, warp),
+      proposers.direction(entry.workspace, way.kind, way.draft, warp),
       jax.random.key(0),
     )
     depth = way.k or drafter.k

@@ -23,10 +23,11 @@ from specjax import (
   experiment,
   generation,
   metrics,
+  proposers,
   verify,
   warps,
 )
-from specjax.workspace import PROPOSERS, Workspace
+from specjax.workspace import Workspace
 
 PROMPT = flags.DEFINE_string('prompt', 'def main(', 'what to continue')
 TOKENS = flags.DEFINE_integer(
@@ -43,7 +44,7 @@ DRAFT_LENGTH = flags.DEFINE_enum(
   'how the draft length is chosen (default: config.decode)',
 )
 DRAFTER = flags.DEFINE_enum(
-  'drafter', 'model', PROPOSERS, 'model: the distilled draft'
+  'drafter', 'model', proposers.KINDS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 BRANCHING = flags.DEFINE_list(
@@ -103,8 +104,8 @@ def generate(workspace: Workspace, warp, write):
   branching = BRANCHING.value
   if branching is not None:
     branching = experiment.numbers('--branching', branching)
-  drafter = workspace.proposer(
-    DRAFTER.value, DRAFT.value, warp, branching, nodes=NODES.value
+  drafter = proposers.make(
+    workspace, DRAFTER.value, DRAFT.value, warp, branching, nodes=NODES.value
   )
   controller = workspace.controller(DRAFTER.value, target, drafter)
   prompt = tokenizer.start + tokenizer.encode(PROMPT.value)

@@ -25,6 +25,7 @@ from specjax import (
   experiment,
   metrics,
   plots,
+  proposers,
   runs,
   verify,
   warps,
@@ -32,7 +33,7 @@ from specjax import (
 from specjax.certify import tiers
 from specjax.certify.display import CELLS
 from specjax.models.transformer import Transformer
-from specjax.workspace import PROPOSERS, Workspace
+from specjax.workspace import Workspace
 
 NUM_TOKENS = flags.DEFINE_integer(
   'num_tokens', 20_000, 'to test, of each arm; more see smaller faults'
@@ -44,7 +45,7 @@ SEQUENCES = flags.DEFINE_integer(
   'sequences', 10_000, 'short ones of each arm to display; 0 shows none'
 )
 DRAFTER = flags.DEFINE_enum(
-  'drafter', 'model', PROPOSERS, 'model: the distilled draft'
+  'drafter', 'model', proposers.KINDS, 'model: the distilled draft'
 )
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 BRANCHING = flags.DEFINE_list(
@@ -137,7 +138,8 @@ def measure(workspace, rule):
   c = workspace.config['decode']
   warp = warps.temperature(c['temperature'])
   target = workspace.target()
-  drafter = workspace.proposer(
+  drafter = proposers.make(
+    workspace,
     DRAFTER.value,
     DRAFT.value,
     warp,
@@ -149,7 +151,7 @@ def measure(workspace, rule):
     drafter,
     rule,
     warp,
-    workspace.direction(DRAFTER.value, DRAFT.value, warp),
+    proposers.direction(workspace, DRAFTER.value, DRAFT.value, warp),
     jax.random.key(SEED.value),
     workspace.controller(DRAFTER.value, target, drafter, batch=PROMPTS * EACH),
   )

@@ -15,11 +15,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import decode, generation, pricing, sweep, timing, verify, warps
+from specjax import (
+  decode,
+  generation,
+  pricing,
+  proposers,
+  sweep,
+  timing,
+  verify,
+  warps,
+)
 from specjax.drafters.none import NoDrafter
 from specjax.sweep import Prompts
 from specjax.types import Draft, Drafter, LanguageModel, Noise, Verifier
-from specjax.workspace import BRANCHING, PROPOSERS, WITHOUT_DRAFT, Workspace
+from specjax.workspace import Workspace
 
 
 class Arm(NamedTuple):
@@ -36,7 +45,7 @@ class Way(NamedTuple):
   """A way to draft with what a run has; see `parse`.
 
   Attributes:
-    kind: one of `workspace.PROPOSERS`.
+    kind: one of `proposers.KINDS`.
     draft: its folder in the run, several with commas, layers of an early exit,
       or nothing.
     k: draft length, or depth of a tree; None is as deep as it was trained for.
@@ -65,18 +74,19 @@ class Way(NamedTuple):
   @property
   def folders(self) -> list[str]:
     """Of the drafts that have to be there."""
-    return [] if self.kind in WITHOUT_DRAFT else self.draft.split(',')
+    return [] if self.kind in proposers.WITHOUT_DRAFT else self.draft.split(',')
 
   def drafter(self, workspace: Workspace, temperature: float) -> Drafter:
     """What drafts at a temperature, which a tree of candidates is chosen for.
 
-    See `Workspace.proposer`, also for what it raises.
+    See `proposers.make`, also for what it raises.
     """
     config = workspace.config
     decoding = {**config['decode'], 'temperature': temperature}
     workspace = copy.copy(workspace)
     workspace.config = {**config, 'decode': decoding}
-    return workspace.proposer(
+    return proposers.make(
+      workspace,
       self.kind,
       self.draft,
       branching=self.branching,
@@ -102,18 +112,18 @@ def parse(text: str, k: int) -> Way:
   """
   head, at, size = text.partition('@')
   kind, _, draft = head.partition(':')
-  if kind not in PROPOSERS or kind == 'none':
+  if kind not in proposers.KINDS or kind == 'none':
     raise ValueError(
       f'the arm {text!r} is of no kind: write kind:draft@size, with one of'
-      f' {", ".join(name for name in PROPOSERS if name != "none")}'
+      f' {", ".join(name for name in proposers.KINDS if name != "none")}'
     )
-  if bool(draft) == (kind in WITHOUT_DRAFT and kind != 'early_exit'):
+  if bool(draft) == (kind in proposers.WITHOUT_DRAFT and kind != 'early_exit'):
     what = 'needs' if not draft else 'has'
     less = '' if draft else ", a folder of the run or an exit's layers"
     raise ValueError(f'the arm {text!r} {what} a draft behind the colon{less}')
   sampled = kind in ('iid', 'distinct')
   mark = 'x' if sampled else '/'
-  numbers = size.split(mark) if at else BRANCHING if sampled else [k]
+  numbers = size.split(mark) if at else proposers.BRANCHING if sampled else [k]
   numbers = [str(number) for number in numbers]
   most = {'candidates': 2}.get(kind, 1) if not sampled else len(numbers)
   if len(numbers) > most or not all(

@@ -23,11 +23,9 @@ import numpy as np
 from flax import nnx
 
 from specjax import (
-  certify,
   checkpoint,
   corpora,
   data,
-  distill,
   draft_length,
   drafters,
   files,
@@ -39,37 +37,14 @@ from specjax import (
   verify,
   warps,
 )
-from specjax.candidates import CandidateTree, full_tree, sparse_tree
 from specjax.drafters.none import NoDrafter
-from specjax.heads import HeadsDrafter
 from specjax.models import llama2c
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.types import Batch, Drafter, DraftLength, Trainable, Warp
+from specjax.types import Batch, Drafter, DraftLength, Warp
 
 # What the target was made from; a draft belongs to all of it.
 TARGET = ('corpus', 'target', 'pretrain')
 UNTRAINED = 'untrained'  # a draft that every run has
-# Ways to draft that `proposer` knows.
-PROPOSERS = (
-  'model',
-  'coupled',
-  'iid',
-  'distinct',
-  'candidates',
-  'committee',
-  'mixture',
-  'early_exit',
-  'ngram',
-  'suffix',
-  'none',
-)
-_NO_TREE = 'they are of heads, or of a draft with a method `tree`'
-# Tokens: the longest match that 'suffix' and 'mixture' look for, and the least
-# that 'mixture' trusts more than its model.
-SUFFIX, TRUSTED = 16, 3
-BRANCHING = 2, 2  # of a tree that says nothing else
-RANKS = 10  # of a head's tokens, the likeliest that a sparse tree chooses from
-WITHOUT_DRAFT = 'ngram', 'suffix', 'none', 'early_exit'
 
 
 class Workspace:
@@ -321,147 +296,6 @@ class Workspace:
       and checkpoint.Checkpoints(self.folder / name).latest() is None
     ]
 
-  def proposer(
-    self,
-    kind: str,
-    draft: str,
-    warp: Warp = warps.UNCHANGED,
-    branching: Sequence[int] | None = None,
-    *,
-    k: int | None = None,
-    nodes: int | None = None,
-  ) -> Drafter:
-    """Any way to draft with what the run has.
-
-    Args:
-      kind: one of `PROPOSERS`: 'model' is the distilled drafter as it is;
-        'coupled' draws with the target's keys; 'iid' and 'distinct' are trees
-        of it; 'candidates' is a tree of what the draft finds likeliest;
-        'committee' has several; 'mixture' copies what followed a long match,
-        and asks the draft elsewhere; 'early_exit' is the target's first layers
-        as they are; 'ngram', 'suffix' (which looks for longer matches) and
-        'none' need nothing either.
-      draft: its folder in the run, or several with commas, for a committee; of
-        an early exit the number of layers.
-      warp: what it samples with.
-      branching: children of a node of a tree, by depth. Without it and `nodes`
-        candidates have the tree that they were trained with, if any.
-      k: draft length, or depth of a tree (else `config.decode.k`).
-      nodes: of a tree of candidates, in place of branching. That of heads is
-        the best for `rank_accuracy`; k is its greatest depth, and without one
-        that which the draft was trained for.
-
-    Raises:
-      FileNotFoundError: the run has no such draft.
-      ValueError: there is no such kind, or it is not made for this draft.
-    """
-    given, k = k, self.config['decode']['k'] if k is None else k
-    if kind not in PROPOSERS:
-      raise ValueError(
-        f'there is no drafter {kind!r}: take one of {", ".join(PROPOSERS)}'
-      )
-    if kind == 'none':
-      return NoDrafter()
-    if kind in ('ngram', 'suffix'):
-      lookup = drafters.find('ngram').NGram
-      return lookup(k) if kind == 'ngram' else lookup(k, SUFFIX)
-    if kind == 'early_exit':
-      return self._early_exit(draft, k, warp)
-    if nodes is not None and kind != 'candidates':
-      raise ValueError(
-        f'{kind} has no number of nodes: that is for candidates, here give k or'
-        ' branching'
-      )
-    if nodes is not None and nodes < 1:
-      raise ValueError(f'a tree of {nodes} nodes: at least 1')
-    names = draft.split(',')
-    if len(names) > 1 and kind != 'committee':
-      raise ValueError(f'{kind} takes one draft, not {draft}')
-    if kind == 'candidates':
-      trained = self.drafter(draft, warp)
-      if nodes is not None:
-        depth = trained.k if given is None else given
-        return self._sized_tree(draft, trained.at(depth), nodes)
-      return _full_tree(draft, trained.at(k), branching)
-    members = [self.drafter(name, warp).at(k) for name in names]
-    if kind == 'model':
-      return members[0]
-    if not all(hasattr(member, 'model') for member in members):
-      raise ValueError(f'{kind} is made for draft models, which {draft} is not')
-    if kind == 'committee':
-      return drafters.find(kind).Committee(tuple(members))
-    if kind == 'mixture':
-      lookup = drafters.find('ngram').NGram(k, SUFFIX, TRUSTED)
-      return drafters.find(kind).Mixture(lookup, members[0])
-    model = members[0].model
-    if kind == 'coupled':
-      return drafters.find(kind).CoupledDrafter(model, k, warp)
-    branching = tuple(branching or BRANCHING)
-    return drafters.find('tree').TreeDrafter(
-      model, k, warp, branching=branching, replacement=kind == 'iid'
-    )
-
-  def direction(
-    self, kind: str, draft: str, warp: Warp = warps.UNCHANGED
-  ) -> Trainable:
-    """Whose law to look for leaks of, in the text of a `proposer`.
-
-    Args:
-      kind: of the drafter.
-      draft: its folder, or several, of which the first counts.
-      warp: what it samples with.
-
-    Returns:
-      The draft, or what stands for one that has no law to score.
-    """
-    if kind == 'early_exit':
-      return self.proposer(kind, draft, warp)
-    if kind in WITHOUT_DRAFT:
-      return certify.Replayed(self.proposer(kind, '', warp))
-    return self.drafter(draft.split(',')[0], warp)
-
-  def rank_accuracy(self, draft: str) -> np.ndarray:
-    """How often a head's likeliest tokens are the target's, by rank.
-
-    It is measured on held-out text that the target wrote at
-    `config.decode.temperature`.
-
-    Args:
-      draft: the draft's folder.
-
-    Returns:
-      `[H, R]`, as `candidates.sparse_tree` takes it.
-    """
-    target, drafter = self.target(), self.drafter(draft)
-    text = self.rollouts(target, self.config['decode']['temperature'])
-    ranks = min(RANKS, target.vocab_size)
-    parts = [
-      _rank_hits(drafter, target, ranks, batch)
-      for batch in data.in_order(text, 16)
-    ]
-    hits, weight = (sum(part) for part in zip(*parts, strict=True))
-    return np.asarray(hits / jnp.maximum(weight, 1.0))
-
-  def _sized_tree(self, draft: str, drafter: Drafter, nodes: int) -> Drafter:
-    """A tree of so many nodes of what a draft finds likeliest."""
-    if isinstance(drafter, HeadsDrafter):
-      accuracy = self.rank_accuracy(draft)[: drafter.k]
-      paths = sparse_tree(accuracy, nodes)
-      return CandidateTree(drafter.heads, drafter.k, drafter.warp, paths=paths)
-    if not hasattr(drafter, 'tree'):
-      raise ValueError(f'candidates make no tree of {draft}: {_NO_TREE}')
-    return drafter.tree(nodes)
-
-  def _early_exit(self, layers: str, k: int, warp: Warp) -> Drafter:
-    most = self.target_sizes.layers
-    if not layers.isdecimal() or not 1 <= int(layers) <= most:
-      raise ValueError(
-        f'an early exit is named by the layers of the target that it takes, 1'
-        f' to {most}, not {layers!r}'
-      )
-    make = drafters.find('early_exit').EarlyExit
-    return make(int(layers), k, warp=warp)
-
   def controller(
     self, kind: str, target: Transformer, drafter: Drafter, batch: int = 1
   ) -> DraftLength:
@@ -571,9 +405,6 @@ class Workspace:
       )
 
 
-_rank_hits = jax.jit(distill.rank_accuracy, static_argnums=2)
-
-
 def _hash_of_target(folder: Path, path: str) -> str:
   """That of the file, or of what the run took from it if it is gone."""
   began = folder / 'config.json'
@@ -588,19 +419,6 @@ def _build_drafter(
   config: Mapping[str, Any], target: TransformerConfig, rngs: nnx.Rngs
 ) -> Drafter:
   return drafters.find(config['drafter']).build(config, target, rngs)
-
-
-def _full_tree(
-  draft: str, drafter: Drafter, branching: Sequence[int] | None
-) -> CandidateTree:
-  """Candidates of every head: as many as is said, or as it was trained."""
-  if not isinstance(drafter, HeadsDrafter):
-    sized = 'give a number of nodes' if hasattr(drafter, 'tree') else _NO_TREE
-    raise ValueError(f'candidates make no full tree of {draft}: {sized}')
-  if isinstance(drafter, CandidateTree) and not branching:
-    return drafter
-  paths = full_tree(branching or BRANCHING, drafter.k)
-  return CandidateTree(drafter.heads, drafter.k, drafter.warp, paths=paths)
 
 
 def _begin_as(drafter: Drafter, model: Transformer) -> Drafter:

@@ -17,6 +17,7 @@ from specjax import (
   decode,
   experiment,
   pricing,
+  proposers,
   runs,
   sweep,
   verify,
@@ -198,7 +199,7 @@ def test_a_size_is_what_the_target_scores(run):
 
 
 def test_a_tree_of_so_many_nodes_is_the_best_for_measured_accuracy(run):
-  accuracy = run.rank_accuracy('heads')
+  accuracy = proposers.rank_accuracy(run, 'heads')
   text = run.rollouts(None, 1.0)
   heads, ranks = accuracy.shape
   assert heads == 2 and (accuracy >= 0).all()
@@ -218,7 +219,7 @@ def test_a_tree_of_so_many_nodes_is_the_best_for_measured_accuracy(run):
         if rank < ranks:
           hits[rank] += 1
   np.testing.assert_allclose(accuracy[1], hits / weight, atol=1e-6)
-  tree = run.proposer('candidates', 'heads', nodes=6)
+  tree = proposers.make(run, 'candidates', 'heads', nodes=6)
   assert set(tree.paths) == set(sparse_tree(accuracy, 6))
 
 
@@ -232,10 +233,10 @@ def test_candidates_keep_the_tree_that_they_were_trained_with(run, tmp_path):
     {'model': other.new_drafter(1)},
     {'model': other.draft_config, 'tokenizer': other.tokenizer.hash},
   )
-  assert set(run.proposer('candidates', 'sparse').paths) == set(paths)
-  asked = run.proposer('candidates', 'sparse', branching=(1, 1))
+  assert set(proposers.make(run, 'candidates', 'sparse').paths) == set(paths)
+  asked = proposers.make(run, 'candidates', 'sparse', branching=(1, 1))
   assert set(asked.paths) == {(0,), (0, 0)}
-  fallback = run.proposer('candidates', 'heads')
+  fallback = proposers.make(run, 'candidates', 'heads')
   assert len(fallback.paths) == 2 + 2 * 2
   tree = CandidateTree(HEADS.heads, 2, paths=((0,), (1,)))
   with pytest.raises(ValueError, match='x drafts a tree.*eval/drafters.py'):
@@ -262,7 +263,7 @@ def test_candidates_keep_the_tree_that_they_were_trained_with(run, tmp_path):
 )
 def test_what_a_run_cannot_draft_with_is_refused(run, arguments, words):
   with pytest.raises((ValueError, FileNotFoundError), match=words):
-    run.proposer(*arguments)
+    proposers.make(run, *arguments)
 
 
 def test_a_mixture_has_no_cost_of_its_own(run):

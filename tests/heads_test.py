@@ -27,6 +27,7 @@ from specjax import (
   generation,
   metrics,
   optimizing,
+  proposers,
   recipes,
   settings,
   verify,
@@ -529,7 +530,7 @@ def test_a_run_s_heads_are_distilled_and_decoded(tmp_path):
   greedy = [
     generation.generate(
       target,
-      run.proposer(way, 'draft', warps.Greedy()),
+      proposers.make(run, way, 'draft', warps.Greedy()),
       [[1, 2, 3]],
       key=jax.random.key(0),
       max_new_tokens=12,
@@ -539,7 +540,7 @@ def test_a_run_s_heads_are_distilled_and_decoded(tmp_path):
   ]
   assert greedy[0] == greedy[1] == greedy[2]
   with pytest.raises(ValueError, match='made for draft models'):
-    run.proposer('distinct', 'draft')
+    proposers.make(run, 'distinct', 'draft')
 
 
 @pytest.mark.parametrize(
