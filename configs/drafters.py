@@ -50,17 +50,13 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
       'mixture:draft',
       'model:medusa',
       'candidates:medusa',  # the best tree of as many nodes as the chain
-      'candidates:medusa@16',
       'model:blockwise',
-      'candidates:blockwise',
       'model:eagle',
       'candidates:eagle',
       'model:eagle@8',
       'candidates:eagle@8',
-      'candidates:eagle@16',
       'early_exit:1',
       'early_exit:2',
-      'early_exit:3',
       'model:exit',
     )
   return config
