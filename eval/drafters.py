@@ -188,15 +188,25 @@ def measure(entry):
   c, length = config['drafters'], config['decode']['prompt_length']
   count = max(c['prompts'], *c['batches'])
   prompts = entry.workspace.prompts('test', count, length)
-  contests = enter(entry, prompts)
-  total = c['repeats'] * sum(found.parts for _, found in contests)
   rows, pairs = [], []
-  with logs.Progress(total, 'decode', unit='turns') as progress:
-    for beta, found in contests:
-      timed = found.run(c['repeats'], progress.advance)
-      rows += [{'beta': beta, **row} for row in timed]
-      if beta is None:
-        pairs += compare(entry, found, timed)
+  plain, *betas = entry.targets
+  for some, batch in itertools.product(([plain], betas), c['batches']):
+    cases = list(itertools.product(some, c['temperatures'], [batch]))
+    contests = enter(entry, prompts, cases) if cases else []
+    total = c['repeats'] * sum(found.parts for _, found in contests)
+    with logs.Progress(total, 'decode', unit='turns') as progress:
+      for beta, found in contests:
+        timed = found.run(c['repeats'], progress.advance)
+        rows += [{'beta': beta, **row} for row in timed]
+        if beta is None:
+          pairs += compare(entry, found, timed)
+    # A process may map so many compiled programs, and no more.
+    del contests
+    jax.clear_caches()
+  # As they are shown; of equals those measured first.
+  rows.sort(
+    key=lambda row: (list(entry.targets).index(row['beta']), row['temperature'])
+  )
   return {
     'device': runs.device(),
     'versions': runs.versions(),
@@ -209,13 +219,14 @@ def measure(entry):
   }
 
 
-def enter(entry, prompts):
-  """Contests, each with its β (None: the target itself), compiled."""
+def enter(entry, prompts, cases):
+  """Contests of cases (β, or None for the target itself, T, batch), compiled.
+
+  Returns:
+    Pairs of β and a contest.
+  """
   config = entry.workspace.config
   c, new = config['drafters'], config['decode']['max_new_tokens']
-  cases = list(
-    itertools.product(entry.targets, c['temperatures'], c['batches'])
-  )
   total = sum(
     1 + len(entry.ways if beta is None else entry.contrastive)
     for beta, _, _ in cases
