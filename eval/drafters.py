@@ -192,16 +192,10 @@ def measure(entry):
   plain, *betas = entry.targets
   for some, batch in itertools.product(([plain], betas), c['batches']):
     cases = list(itertools.product(some, c['temperatures'], [batch]))
-    contests = enter(entry, prompts, cases) if cases else []
-    total = c['repeats'] * sum(found.parts for _, found in contests)
-    with logs.Progress(total, 'decode', unit='turns') as progress:
-      for beta, found in contests:
-        timed = found.run(c['repeats'], progress.advance)
-        rows += [{'beta': beta, **row} for row in timed]
-        if beta is None:
-          pairs += compare(entry, found, timed)
+    if cases:
+      more = race(entry, prompts, cases)
+      rows, pairs = rows + more[0], pairs + more[1]
     # A process may map so many compiled programs, and no more.
-    del contests
     jax.clear_caches()
   # As they are shown; of equals those measured first.
   rows.sort(
@@ -217,6 +211,21 @@ def measure(entry):
     'lossy': [name for name in entry.rules if verify.is_lossy(name)],
     'config': config,
   }
+
+
+def race(entry, prompts, cases):
+  """The rows of some contests, and pairs of them; see `enter`, `compare`."""
+  repeats = entry.workspace.config['drafters']['repeats']
+  contests = enter(entry, prompts, cases)
+  total = repeats * sum(found.parts for _, found in contests)
+  rows, pairs = [], []
+  with logs.Progress(total, 'decode', unit='turns') as progress:
+    for beta, found in contests:
+      timed = found.run(repeats, progress.advance)
+      rows += [{'beta': beta, **row} for row in timed]
+      if beta is None:
+        pairs += compare(entry, found, timed)
+  return rows, pairs
 
 
 def enter(entry, prompts, cases):
