@@ -347,6 +347,7 @@ def certificates(entry):
     )
     plain[beta, new] = got.text[tiers.PLAIN]
     found.append({'beta': beta, **arm._asdict(), **got.summary()})
+    jax.clear_caches()  # as above
   return found
 
 
