@@ -105,7 +105,13 @@ def generate(workspace: Workspace, warp, write):
   if branching is not None:
     branching = experiment.numbers('--branching', branching)
   drafter = proposers.make(
-    workspace, DRAFTER.value, DRAFT.value, warp, branching, nodes=NODES.value
+    workspace,
+    DRAFTER.value,
+    DRAFT.value,
+    warp,
+    branching,
+    k=K.value,
+    nodes=NODES.value,
   )
   controller = workspace.controller(DRAFTER.value, target, drafter)
   prompt = tokenizer.start + tokenizer.encode(PROMPT.value)

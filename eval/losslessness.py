@@ -144,6 +144,7 @@ def measure(workspace, rule):
     DRAFT.value,
     warp,
     branching(),
+    k=K.value,
     nodes=NODES.value,
   )
   subject = tiers.Subject(
@@ -161,7 +162,7 @@ def measure(workspace, rule):
     c['verify'],
     prompts,
     tokens=NUM_TOKENS.value,
-    depth=c['k'],
+    depth=drafter.k if NODES.value else c['k'],
     each=EACH,
     max_new_tokens=c['max_new_tokens'],
     tables=tiers.on_tables(c['verify'], rule, TABLES.value),

@@ -121,6 +121,13 @@ def parse(text: str, k: int) -> Way:
     what = 'needs' if not draft else 'has'
     less = '' if draft else ", a folder of the run or an exit's layers"
     raise ValueError(f'the arm {text!r} {what} a draft behind the colon{less}')
+  members = draft.split('+') if draft and kind != 'early_exit' else []
+  bad = any(not name or name != name.strip() or ':' in name for name in members)
+  if bad or (len(members) > 1 and kind != 'committee'):
+    raise ValueError(
+      f'the arm {text!r} names no draft: {draft!r} is no folder of a run; a'
+      ' committee has several, as committee:one+other'
+    )
   sampled = kind in ('iid', 'distinct')
   mark = 'x' if sampled else '/'
   numbers = size.split(mark) if at else proposers.BRANCHING if sampled else [k]

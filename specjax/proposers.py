@@ -78,6 +78,11 @@ def make(
     raise ValueError(
       f'there is no drafter {kind!r}: take one of {", ".join(KINDS)}'
     )
+  if nodes is not None and kind != 'candidates':
+    raise ValueError(
+      f'{kind} has no number of nodes: that is for candidates, here give k or'
+      ' branching'
+    )
   if kind == 'none':
     return NoDrafter()
   if kind in ('ngram', 'suffix'):
@@ -85,11 +90,6 @@ def make(
     return lookup(k) if kind == 'ngram' else lookup(k, SUFFIX)
   if kind == 'early_exit':
     return _early_exit(workspace, draft, k, warp)
-  if nodes is not None and kind != 'candidates':
-    raise ValueError(
-      f'{kind} has no number of nodes: that is for candidates, here give k or'
-      ' branching'
-    )
   if nodes is not None and nodes < 1:
     raise ValueError(f'a tree of {nodes} nodes: at least 1')
   names = draft.split(',')

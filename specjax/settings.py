@@ -74,7 +74,7 @@ _NOT_NEGATIVE = (
 )
 # Of the target, but no sizes of it.
 _ADOPTED = 'path', 'tokenizer_path', 'sha256'
-_MAY_BE_EMPTY = 'controllers', 'betas', 'contrastive_arms'
+_MAY_BE_EMPTY = 'controllers', 'betas', 'contrastive_arms', 'taps'
 _WEIGHTS = ('kl_weight',)  # which may be infinite
 
 
@@ -131,6 +131,14 @@ def check(config: Mapping[str, Any]) -> None:
       raise ValueError(
         f'decode.k is {k}: drafts are measured on texts of validation.tokens,'
         f' which is {tokens}, and must fit in'
+      )
+    unroll = config.get('draft', {}).get('eagle', {}).get('unroll', 1)
+    window = config['corpus']['window'] if 'corpus' in config else unroll
+    most = min(window, config['validation']['prompt_length'] + tokens)
+    if unroll > most:
+      raise ValueError(
+        f'draft.eagle.unroll is {unroll}: texts of corpus.window, and of'
+        f' validation.prompt_length + validation.tokens, are {most} long'
       )
   if 'draft_sizes' in config:
     _check_sizes(config['draft_sizes'], config['draft']['model'])

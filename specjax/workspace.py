@@ -260,9 +260,11 @@ class Workspace:
         f'the target in {folder} is at step {done} of {steps}: `{command}` goes'
         ' on with it'
       )
-    return checkpoint.load_model(
-      folder, lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0))
-    )
+    # Where somebody asks for shapes alone, this is kept for those who do not.
+    with jax.ensure_compile_time_eval():
+      return checkpoint.load_model(
+        folder, lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0))
+      )
 
   def drafter(self, name: str, warp: Warp = warps.UNCHANGED) -> Drafter:
     """A distilled drafter, the best checkpoint of it.

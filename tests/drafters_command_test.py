@@ -86,6 +86,10 @@ def test_a_way_to_draft_is_a_line_of_text(text, way, name):
     ('model:draft@4/2', 'has no size'),
     ('distinct:draft@2,2', 'write it as distinct@3x2'),
     ('candidates:m@8/4/2', 'write it as candidates@8 or 8/4'),
+    ('model:draft:x@4', "names no draft: 'draft:x'"),
+    ('model: draft', "names no draft: ' draft'"),
+    ('model:a+b', "names no draft: 'a.b'"),
+    ('committee:a+@4', "names no draft: 'a.'"),
   ],
 )
 def test_what_is_no_way_to_draft_is_refused(text, words):

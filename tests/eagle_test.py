@@ -291,7 +291,7 @@ def test_a_tree_is_where_the_draft_is_surest(k, nodes, beam):
 
 def test_of_equals_the_shallower_is_kept():
   """A draft that is sure of every token: all values are 0 along one path."""
-  drafter = DRAFTER.tree(nodes=3, beam=2)
+  drafter = DRAFTER.tree(nodes=3, beam=2).at(K)
 
   @pytree
   class Sure(type(drafter)):
@@ -424,6 +424,10 @@ def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
   checkpoint.save_model(
     run.folder / 'target', target, {'tokenizer': run.tokenizer.hash}
   )
+  # Asked for shapes alone, it reads the target, and keeps what it has read.
+  shapes = jax.eval_shape(lambda: run.new_drafter(0))
+  assert shapes.net.head.shape == (20, target.config.width)
+  jax.tree.map(np.testing.assert_array_equal, run.target(), target)
   values = recipes.distil(run, target, 'draft')
   assert 1 < values['block_efficiency'] < 3
   drafter = run.drafter('draft')
@@ -459,6 +463,7 @@ def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
     ({'eagle': {'unroll': 2, 'nodes': 3}}, 'eagle.nodes is nothing'),
     ({'eagle': {'unroll': 1}}, 'unroll is 1, and the draft length 2'),
     ({'eagle': {}}, 'unroll is None, and the draft length 2'),
+    ({'eagle': {'unroll': 13}}, 'unroll is 13: texts of .* are 12 long'),
     ({'vocab_size': 999}, 'vocab_size is 999: it must be at most .* 500'),
     ({'eagle': {'unroll': 0}}, 'unroll is 0: it must be 1 or more'),
   ],

@@ -227,14 +227,15 @@ class Eagle:
     return dataclasses.replace(self, k=k)
 
   def tree(self, nodes: int, beam: int | None = None) -> EagleTree:
-    """The same weights as a tree of `nodes`, `k` deep.
+    """The same weights as a tree of `nodes`, `k` deep at most.
 
     Args:
       nodes: see `EagleTree`.
       beam: likewise; else the root of `nodes`.
     """
     same = {f.name: getattr(self, f.name) for f in dataclasses.fields(Eagle)}
-    beam = beam or math.isqrt(nodes - 1) + 1
+    beam = beam or math.isqrt(max(nodes - 1, 0)) + 1
+    same['k'] = min(self.k, nodes)  # a deeper one would have passes for nothing
     return EagleTree(**same, nodes=nodes, beam=beam)
 
   def score(self, target, batch, output):
