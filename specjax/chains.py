@@ -71,6 +71,15 @@ def catch_up(
   return carry
 
 
+def if_any(limit: Limit | None, draw: Callable[[Any], Any], x: Any) -> Any:
+  """`draw(x)`, or zeros of its shapes where a limit asks for no nodes."""
+  if limit is None:
+    return draw(x)
+  shapes = jax.eval_shape(draw, x)
+  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.lax.cond(limit.nodes > 0, draw, lambda _: nothing, x)
+
+
 def grow(
   step: Callable[[Array, Array, Any], tuple[Array, Any]],
   carry: Any,
@@ -126,14 +135,7 @@ def grow(
     def begin(active):
       return choose(0, first(), active)
 
-    if limit is None:
-      token, law, active = begin(active)
-    else:
-      shapes = jax.eval_shape(begin, active)
-      nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-      token, law, active = jax.lax.cond(
-        most > 0, begin, lambda _: nothing, active
-      )
+    token, law, active = if_any(limit, begin, active)
   else:
     law = jax.eval_shape(lambda: choose(0, step(0, token, carry)[0], active)[1])
   chain = jnp.zeros((batch, k), jnp.int32)

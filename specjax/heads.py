@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax import draws, warps
+from specjax import chains, draws, warps
 from specjax.types import Array, Draft, Warp, pytree
 
 
@@ -101,16 +101,9 @@ class HeadsDrafter:
       chain = jax.vmap(jax.vmap(draws.inverse_cdf))(each, laws)
       return chain, laws, self._within(limit, logits)
 
-    if limit is None:
-      chain, laws, valid = draw(memory)
-    else:
-      # All heads or none: they share a pass over the unembedding, which is
-      # nearly all that they cost.
-      shapes = jax.eval_shape(draw, memory)
-      nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-      chain, laws, valid = jax.lax.cond(
-        limit.nodes > 0, draw, lambda _: nothing, memory
-      )
+    # All heads or none: they share a pass over the unembedding, which is nearly
+    # all that they cost.
+    chain, laws, valid = chains.if_any(limit, draw, memory)
     return Draft(chain, logits=laws, valid=valid), memory
 
   def observe(self, target, memory, block, kept, output):
