@@ -109,13 +109,13 @@ def check(config: Mapping[str, Any]) -> None:
     TransformerConfig(vocab_size=2, **sizes(config['target']))
   if config.get('corpus', {}).get('name') == corpora.NONE:
     _check_without_text(config)
+  unroll = 1
   if 'draft' in config:
     k = config['decode']['k'] if 'decode' in config else 1
-    _build(config['draft'], k, config.get('target'))
-    count, corpus = (
-      config['draft'].get('vocab_size', 0),
-      config.get('corpus', {}),
-    )
+    drafter = _build(config['draft'], k, config.get('target'))
+    unroll = getattr(drafter, 'unroll', 1)
+    count = config['draft'].get('vocab_size', 0)
+    corpus = config.get('corpus', {})
     if corpus.get('tokenizer') == 'bpe' and count > corpus['vocab_size']:
       raise ValueError(
         f'draft.vocab_size is {count}: it must be at most corpus.vocab_size,'
@@ -132,7 +132,6 @@ def check(config: Mapping[str, Any]) -> None:
         f'decode.k is {k}: drafts are measured on texts of validation.tokens,'
         f' which is {tokens}, and must fit in'
       )
-    unroll = config.get('draft', {}).get('eagle', {}).get('unroll', 1)
     window = config['corpus']['window'] if 'corpus' in config else unroll
     most = min(window, config['validation']['prompt_length'] + tokens)
     if unroll > most:
