@@ -78,7 +78,7 @@ def attend(
   block: tuple[Array, Array],
   visible: Array,
   cached: tuple[Array, Array] | None,
-  length: Array | None,
+  live: Array | None,
 ) -> Array:
   """Attention over the cache and over the block itself, one softmax over both.
 
@@ -90,7 +90,7 @@ def attend(
       nodes.
     visible: `[B or 1, M, R]` bool, which rows of the block a node sees.
     cached: keys and values `[B, kv_heads, S, D]`, or None.
-    length: `[B]` how many of them count, or None.
+    live: `[B, M or 1, S]` bool, which of them a node sees, or None.
 
   Returns:
     `[B, heads, M, D]` float32.
@@ -99,20 +99,32 @@ def attend(
   kv_heads = block[0].shape[1]
   # The queries that share a key/value head become rows of one product.
   query = (query * dim**-0.5).reshape(batch, kv_heads, -1, dim)
-  visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
   scores = _dot(query, block[0], 3, 3)
-  scores = jnp.where(visible, scores, -jnp.inf)
+  scores = jnp.where(_for_heads(visible, query), scores, -jnp.inf)
   if cached is None:
     return _dot(_softmax(scores, block[1]), block[1], 3, 2).reshape(
       batch, heads, m, dim
     )
   size = cached[0].shape[2]
-  live = jnp.arange(size) < length[:, None]
-  past = jnp.where(live[:, None, None], _dot(query, cached[0], 3, 3), -jnp.inf)
+  past = _dot(query, cached[0], 3, 3)
+  past = jnp.where(_for_heads(live, query), past, -jnp.inf)
   weights = _softmax(jnp.concatenate([past, scores], -1), block[1])
   mixed = _dot(weights[..., :size], cached[1], 3, 2)
   mixed += _dot(weights[..., size:], block[1], 3, 2)
   return mixed.reshape(batch, heads, m, dim)
+
+
+def live(cache: Cache) -> Array:
+  """`[B, 1, S]` which rows of a transformer's cache count."""
+  size = jax.tree.leaves(cache.rows)[0].shape[2]
+  return (jnp.arange(size) < cache.length[:, None])[:, None]
+
+
+def _for_heads(mask: Array, query: Array) -> Array:
+  """A mask `[B, M or 1, R]` for all the queries that share a key/value head."""
+  if mask.shape[1] > 1:
+    mask = jnp.tile(mask, (1, query.shape[2] // mask.shape[1], 1))
+  return mask[:, None]
 
 
 def _softmax(scores: Array, values: Array) -> Array:

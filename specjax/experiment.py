@@ -29,7 +29,14 @@ Path = pathlib.Path
 _GO_ON = ': the same command goes on from the newest checkpoint'
 
 # Types of error that specjax raises on purpose; see `deliberate`.
-_ERRORS = (ValueError, TypeError, OSError, RuntimeError, FloatingPointError)
+_ERRORS = (
+  ValueError,
+  TypeError,
+  OSError,
+  ImportError,
+  RuntimeError,
+  FloatingPointError,
+)
 
 # A flag is listed by --help if the script that was started defined it.
 flags.disclaim_key_flags()

@@ -15,12 +15,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tokenizers as hf
 
-from specjax import files
+from specjax import extras, files
 
 EOS = '<|endoftext|>'
 
@@ -66,6 +67,11 @@ class Tokenizer(abc.ABC):
     """Writes one JSON file, whole or not at all."""
     with files.atomic(path) as file:
       file.write(self.serialised.encode())
+
+  @property
+  def end_ids(self) -> list[int]:
+    """Ids that end what a model says: `eos_id`, and a new beginning."""
+    return [*self.start, self.eos_id]
 
   @property
   def vocab_size(self) -> int:
@@ -276,6 +282,173 @@ class ScoredBPE(Tokenizer):
       ids[at : at + 2] = [found]
 
 
+class Pretrained(Tokenizer):
+  """The tokenizer of a model that was trained elsewhere.
+
+  Special tokens are bytes of none: a text that quotes one is encoded as text,
+  and only a chat template writes them.
+  """
+
+  def __init__(
+    self,
+    model: str,
+    *,
+    end: Sequence[str],
+    start: str | None = None,
+    template: str | None = None,
+    names: Mapping[str, str] | None = None,
+  ):
+    """Takes what its files say.
+
+    Args:
+      model: the JSON of the `tokenizers` library.
+      end: tokens that end what the model says; the first ends a document too.
+      start: what stands before a document, special tokens included; None is
+        what the tokenizer itself puts there.
+      template: of a chat, in Jinja.
+      names: other texts that the template uses, as `bos_token`.
+
+    Raises:
+      ValueError: it is of a kind whose ids have no bytes, or has not these
+        tokens.
+    """
+    self.serialised = json.dumps(
+      {
+        'model': {
+          'type': 'Pretrained',
+          'tokenizer': json.loads(model),
+          'end': list(end),
+          'start': start,
+          'template': template,
+          'names': dict(names or {}),
+        }
+      }
+    )
+    self.template, self.names = template, dict(names or {})
+    try:
+      self._special = hf.Tokenizer.from_str(model)
+    except Exception as error:  # the library has no class of its own
+      raise ValueError(f'the tokenizer cannot be read: {error}') from error
+    self._plain = hf.Tokenizer.from_str(model)
+    # Else a document that quotes a special token would end in the middle.
+    self._plain.encode_special_tokens = True
+    for either in (self._special, self._plain):
+      either.no_padding()
+      either.no_truncation()
+    vocab = self._special.get_vocab()
+    absent = [token for token in end if token not in vocab]
+    if absent or not end:
+      raise ValueError(f'the tokenizer has no end token {", ".join(absent)}')
+    self._ends = [vocab[token] for token in end]
+    self.eos_id = self._ends[0]
+    if start is None:
+      encoding = self._special.encode('')
+      self._start = [i for i in encoding.ids if i not in self._ends]
+    else:
+      self._start = self.encode_special(start)
+    self.pieces = _pieces(self._special)
+
+  @classmethod
+  def parse(cls, serialised: str) -> Pretrained:
+    """The inverse of `serialised`."""
+    model = dict(json.loads(serialised)['model'])
+    del model['type']
+    return cls(json.dumps(model.pop('tokenizer')), **model)
+
+  @property
+  def start(self) -> list[int]:
+    """What stands before the ids of a document."""
+    return self._start
+
+  @property
+  def end_ids(self) -> list[int]:
+    """Ids that end what the model says."""
+    return self._ends
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes several texts in parallel."""
+    encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+  def encode_special(self, text: str) -> list[int]:
+    """Encodes a text whose special tokens are meant, as a template's."""
+    return self._special.encode(text, add_special_tokens=False).ids
+
+  def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Encodes a chat that it is the model's turn in.
+
+    Args:
+      messages: each with a 'role', as 'user', and its 'content'.
+
+    Raises:
+      ImportError: `jinja2` is not installed.
+      ValueError: the tokenizer has no template, or it refuses.
+    """
+    if not self.template:
+      raise ValueError('the tokenizer has no chat template')
+    sandbox = extras.require('jinja2.sandbox', 'hf')
+    environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True,
+      lstrip_blocks=True,
+      extensions=['jinja2.ext.loopcontrols'],
+    )
+
+    def refuse(message):
+      raise ValueError(f'the chat template refuses: {message}')
+
+    environment.globals['raise_exception'] = refuse
+    environment.globals['strftime_now'] = time.strftime
+    environment.filters['tojson'] = functools.partial(
+      json.dumps, ensure_ascii=False
+    )
+    text = environment.from_string(self.template).render(
+      messages=list(messages), add_generation_prompt=True, **self.names
+    )
+    return self.encode_special(text)
+
+
+def _pieces(model: hf.Tokenizer) -> tuple[bytes, ...]:
+  """The bytes of each id of a byte-level or a byte-fallback tokenizer."""
+  added = model.get_added_tokens_decoder()
+  vocab = model.get_vocab()
+  decoder = json.loads(model.to_str()).get('decoder') or {}
+  kinds = {decoder.get('type')} | {
+    part['type'] for part in decoder.get('decoders', ())
+  }
+  if 'ByteLevel' in kinds:
+    table = _byte_of_character()
+
+    def spell(token):
+      return bytes(table[character] for character in token)
+  elif kinds & {'ByteFallback', 'Metaspace'}:
+
+    def spell(token):
+      byte = _BYTE_PIECE.fullmatch(token)
+      if byte:
+        return bytes([int(byte[1], 16)])
+      return token.replace('\u2581', ' ').encode()
+  else:
+    raise ValueError(
+      'the tokenizer is neither byte-level nor has it a piece for each byte:'
+      f' its decoder is {", ".join(sorted(map(str, kinds)))}'
+    )
+  pieces = [b''] * (max(vocab.values()) + 1)
+  try:
+    for token, i in vocab.items():
+      if i not in added:
+        pieces[i] = spell(token)
+      elif not added[i].special:
+        pieces[i] = token.encode()
+  except KeyError as error:
+    raise ValueError(
+      f'the tokenizer has a token {token!r}, no bytes'
+    ) from error
+  return tuple(pieces)
+
+
+_BYTE_PIECE = re.compile('<0x([0-9A-F]{2})>')
+
+
 def load(path: str | os.PathLike) -> Tokenizer:
   """Reads what `Tokenizer.save` wrote.
 
@@ -326,4 +499,5 @@ _PARSERS = {
   'Bytes': Bytes.parse,
   'BPE': BPE.parse,
   'ScoredBPE': ScoredBPE.parse,
+  'Pretrained': Pretrained.parse,
 }

@@ -78,7 +78,7 @@ class EagleNet(nnx.Module):
     both = jnp.concatenate([tokens, features], -1)
     x = products.dot(both, self.join[...])
     angles = transformer.rotations(self.config, positions)
-    cached = (cache.rows, cache.length) if cache else (None, None)
+    cached = (cache.rows, caches.live(cache)) if cache else (None, None)
     return self.layer(x, angles, visible, *cached, chain)
 
   def fused(self, output: Output) -> Array:

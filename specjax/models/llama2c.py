@@ -16,11 +16,9 @@ import pathlib
 import struct
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from specjax.models import tensors
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.tokenizers import ScoredBPE
 
@@ -139,13 +137,7 @@ def load(path: str | os.PathLike, dtype: str = 'float32') -> Transformer:
     dtype=dtype,
   )
   weights = _by_name(_read(path, header), header)
-  like = jax.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-  leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-  found = []
-  for place, leaf in leaves:
-    name = jax.tree_util.keystr(place, simple=True, separator='.')
-    found.append(jnp.asarray(weights[name.removesuffix('.value')], leaf.dtype))
-  return jax.tree.unflatten(tree, found)
+  return tensors.assemble(config, weights.__getitem__)
 
 
 def load_tokenizer(
@@ -219,13 +211,7 @@ def _read(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
 def _by_name(w: dict[str, np.ndarray], header: Header) -> dict:
   """The weights by the names of `Transformer`, input dimension first."""
 
-  def halves(rows):
-    # run.c rotates the rows (2 i, 2 i + 1) of a head, `Transformer` the rows
-    # (i, i + size / 2): a reordering of queries and keys alike, which leaves
-    # their products as they are.
-    pairs = rows.reshape(-1, header.dim // header.n_heads // 2, 2, header.dim)
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
-
+  size = header.dim // header.n_heads
   named = {
     'embedding': w['token_embedding_table'],
     'norm': w['rms_final_weight'],
@@ -233,9 +219,9 @@ def _by_name(w: dict[str, np.ndarray], header: Header) -> dict:
   if not header.tied:
     named['head'] = w['wcls']
   for i in range(header.n_layers):
-    qkv = halves(w['wq'][i]), halves(w['wk'][i]), w['wv'][i]
+    q, k = (tensors.halves(w[name][i], size) for name in ('wq', 'wk'))
     layer = {
-      'qkv': np.concatenate(qkv).T,
+      'qkv': np.concatenate([q, k, w['wv'][i]]).T,
       'proj': w['wo'][i].T,
       'gate_up': np.concatenate([w['w1'][i], w['w3'][i]]).T,
       'down': w['w2'][i].T,

@@ -34,6 +34,17 @@ class TransformerConfig:
     hidden: width of the feed-forward layer.
     head_dim: width of a head; None is `width // heads`.
     rope_theta: base of the rotary frequencies.
+    rope_factor: by which these are divided, so that a model reads further than
+      it was first trained to.
+    rope_band: None divides all of them. (low, high): those that turn more than
+      `high` times in `rope_context` tokens stay, those that turn less than
+      `low` times are divided, and between the two it is blended. (Llama 3.1,
+      Grattafiori et al. 2024, arXiv 2407.21783)
+    rope_context: tokens, that the model was first trained on.
+    qkv_bias: whether queries, keys and values have biases, as in Qwen2.
+    qk_norm: whether each head's query and key are normed, as in Qwen3.
+    attention_window: tokens that one looks back at, itself among them, as in
+      Mistral; None is all.
     tied: whether the embedding is also the head.
     dtype: 'float32' or 'bfloat16', of weights and caches. The residual stream
       and every sum stay float32.
@@ -50,6 +61,12 @@ class TransformerConfig:
   hidden: int
   head_dim: int | None = None
   rope_theta: float = 1e4
+  rope_factor: float = 1.0
+  rope_band: tuple[float, float] | None = None
+  rope_context: int = 8192
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  attention_window: int | None = None
   tied: bool = True
   dtype: str = 'float32'
   norm_eps: float = 1e-5
@@ -57,6 +74,8 @@ class TransformerConfig:
 
   def __post_init__(self):
     """Refuses sizes that do not fit together."""
+    if self.rope_band is not None:  # a list, where it was read from a file
+      object.__setattr__(self, 'rope_band', tuple(self.rope_band))
     if self.heads % self.kv_heads:
       raise ValueError(
         f'{self.heads} heads cannot share {self.kv_heads} kv_heads: '
@@ -70,6 +89,10 @@ class TransformerConfig:
     if self.head_size % 2:
       raise ValueError(
         f'heads of width {self.head_size} cannot be rotated: it must be even'
+      )
+    if self.attention_window is not None and self.attention_window < 1:
+      raise ValueError(
+        f'attention_window is {self.attention_window}: at least 1, or None'
       )
     if self.dtype not in ('float32', 'bfloat16'):
       raise ValueError(f"dtype is {self.dtype!r}: use 'float32' or 'bfloat16'")
@@ -91,24 +114,39 @@ class Layer(nnx.Module):
     self.config = c
     # Fused here, once: slicing a fused weight inside a loop would copy it, but
     # slicing what it produces is free.
-    self.qkv = _weight(rngs, c, (c.width, (c.heads + 2 * c.kv_heads) * size))
+    outputs = (c.heads + 2 * c.kv_heads) * size
+    self.qkv = _weight(rngs, c, (c.width, outputs))
+    if c.qkv_bias:
+      self.qkv_bias = nnx.Param(jnp.zeros(outputs))
+    if c.qk_norm:
+      self.query_norm = nnx.Param(jnp.ones(size))
+      self.key_norm = nnx.Param(jnp.ones(size))
     self.proj = _weight(rngs, c, (c.heads * size, c.width), out)
     self.gate_up = _weight(rngs, c, (c.width, 2 * c.hidden))
     self.down = _weight(rngs, c, (c.hidden, c.width), out)
     self.attention_norm = nnx.Param(jnp.ones(c.width))
     self.hidden_norm = nnx.Param(jnp.ones(c.width))
 
-  def __call__(self, x, angles, visible, cached, length, chain=None):
+  def __call__(self, x, angles, visible, cached, live, chain=None):
     """One layer on `[B, M, D]`; returns it and the block's keys and values.
 
-    With `chain`, the rows of a chain and a place in it, what is new is written
-    there first, and is looked back from over all of them.
+    `visible` and `live` are those of `cache.attend`. With `chain`, the rows of
+    a chain and a place in it, what is new is written there first, and is looked
+    back from over all of them.
     """
     c, size = self.config, self.config.head_size
     y = norm(x, self.attention_norm[...], c.norm_eps)
-    qkv = products.dot(y, self.qkv[...]).reshape(*x.shape[:2], -1, size)
-    qkv = qkv.transpose(0, 2, 1, 3)
-    rotated = _rotate(qkv[:, : c.heads + c.kv_heads], angles)
+    qkv = products.dot(y, self.qkv[...])
+    if c.qkv_bias:
+      qkv += self.qkv_bias[...]
+    qkv = qkv.reshape(*x.shape[:2], -1, size).transpose(0, 2, 1, 3)
+    turning = qkv[:, : c.heads + c.kv_heads]
+    if c.qk_norm:
+      queries, keys = jnp.split(turning, [c.heads], 1)
+      queries = norm(queries, self.query_norm[...], c.norm_eps)
+      keys = norm(keys, self.key_norm[...], c.norm_eps)
+      turning = jnp.concatenate([queries, keys], 1)
+    rotated = _rotate(turning, angles)
     keys = rotated[:, c.heads :].astype(c.dtype)
     values = qkv[:, c.heads + c.kv_heads :].astype(c.dtype)
     if chain is not None:
@@ -117,7 +155,7 @@ class Layer(nnx.Module):
       )
       keys, values = map(write, chain[0], (keys, values))
     mixed = caches.attend(
-      rotated[:, : c.heads], (keys, values), visible, cached, length
+      rotated[:, : c.heads], (keys, values), visible, cached, live
     )
     mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
     x = x + products.dot(mixed, self.proj[...])
@@ -201,8 +239,9 @@ class Transformer(nnx.Module):
     """
     size = jax.tree.leaves(rows)[0].shape[2]
     visible = (jnp.arange(size) <= at)[None, None]
-    positions = cache.length[:, None] + at
-    return self._run(tokens, positions, visible, cache, (), (rows, at))
+    positions = cache.length[:, None] + jnp.arange(size)
+    own = cache.length[:, None] + at
+    return self._run(tokens, own, visible, cache, (), (rows, at), positions)
 
   def subset(self, layers: Sequence[int]) -> Transformer:
     """Some of the layers as a model of their own, which shares all weights.
@@ -270,15 +309,25 @@ class Transformer(nnx.Module):
     head = self.embedding if self.config.tied else self.head
     return products.dot(features, head[...], axis=1)
 
-  def _run(self, tokens, positions, visible, cache, taps, chain=None):
+  def _run(
+    self, tokens, positions, visible, cache, taps, chain=None, around=None
+  ):
+    """All layers; `around` has the positions of what `visible` is about."""
     c, angles = self.config, rotations(self.config, positions)
+    live = caches.live(cache) if cache else None
+    if c.attention_window:
+      around = positions if around is None else around
+      visible &= _near(positions, around, c.attention_window)
+      if cache:
+        slots = jnp.arange(live.shape[-1])[None]
+        live &= _near(positions, slots, c.attention_window)
     x = self.embed(tokens)
     streams, rows = [x], []
     call = jax.checkpoint(Layer.__call__) if c.remat else Layer.__call__
     for i, layer in enumerate(self.layers):
-      cached, length = (cache.rows[i], cache.length) if cache else (None, None)
+      cached = cache.rows[i] if cache else None
       earlier = chain and (chain[0][i], chain[1])
-      x, row = call(layer, x, angles, visible, cached, length, earlier)
+      x, row = call(layer, x, angles, visible, cached, live, earlier)
       streams.append(x)
       rows.append(row)
     features = norm(x, self.norm[...], c.norm_eps)
@@ -300,7 +349,25 @@ def rotations(config: TransformerConfig, positions: Array) -> Array:
   """Angles `[B, 1, M, head_dim / 2]` at positions `[B, M]`."""
   half = config.head_size // 2
   frequencies = config.rope_theta ** (-jnp.arange(half) / half)
+  frequencies /= frequency_divisors(config)
   return positions[:, None, :, None] * frequencies
+
+
+def frequency_divisors(config: TransformerConfig) -> Array:
+  """What each rotary frequency is divided by, to read further: `[D / 2]`."""
+  half = config.head_size // 2
+  if config.rope_band is None:
+    return jnp.full(half, config.rope_factor)
+  frequencies = config.rope_theta ** (-jnp.arange(half) / half)
+  turns = frequencies * (config.rope_context / (2 * math.pi))
+  low, high = config.rope_band
+  kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+  return 1 / (kept + (1 - kept) / config.rope_factor)
+
+
+def _near(positions: Array, others: Array, window: int) -> Array:
+  """`[B, M, R]` whether others `[B, R]` are at most so far behind `[B, M]`."""
+  return others[:, None, :] > positions[..., None] - window
 
 
 def _rotate(x: Array, angles: Array) -> Array:

@@ -1,0 +1,307 @@
+"""Checkpoints in the layout of Hugging Face: config.json and safetensors.
+
+Llama 1 to 3, SmolLM2, TinyLlama, Mistral, Qwen2, Qwen2.5 and Qwen3: whatever
+says that it is one of `ARCHITECTURES`. Weights that are pickled are never read,
+since that runs what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specjax import extras, files, runs
+from specjax.models import tensors
+from specjax.models.transformer import Transformer, TransformerConfig
+from specjax.tokenizers import Pretrained
+
+Path = pathlib.Path
+
+# What each has beyond Llama.
+ARCHITECTURES = {
+  'LlamaForCausalLM': {},
+  'MistralForCausalLM': {},
+  'Qwen2ForCausalLM': {'qkv_bias': True},
+  'Qwen3ForCausalLM': {'qk_norm': True},
+}
+# Values that would make another model of it; what is absent has the first.
+_ONLY = {
+  'hidden_act': ('silu', 'swish'),
+  'attention_bias': (False,),
+  'mlp_bias': (False,),
+  'partial_rotary_factor': (1.0, 1),
+  'quantization_config': (None,),
+}
+_FETCHED = ('*.json', '*.safetensors', '*.jinja', 'LICENSE*')
+_HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+(@[\w./-]+)?')
+
+
+def is_hub_name(path: str) -> bool:
+  """Whether a path that is not there may be a model's name on the hub."""
+  return not Path(path).exists() and bool(_HUB_NAME.fullmatch(path))
+
+
+def fetch(name: str) -> Path:
+  """Downloads a model from the hub, unless it was before.
+
+  Args:
+    name: 'owner/model', or 'owner/model@revision'.
+
+  Returns:
+    The folder, in the hub's own cache.
+
+  Raises:
+    ImportError: `huggingface_hub` is not installed.
+    FileNotFoundError: it cannot be had.
+  """
+  hub = extras.require('huggingface_hub', 'hf')
+  repository, _, revision = name.partition('@')
+  try:
+    return Path(
+      hub.snapshot_download(
+        repository, revision=revision or None, allow_patterns=_FETCHED
+      )
+    )
+  except Exception as error:  # the library raises those of its own network too
+    reason = str(error).strip().partition('\n')[0]
+    raise FileNotFoundError(
+      f'there is no folder {name}, and it cannot be fetched from the hub'
+      f' ({type(error).__name__}: {reason})'
+    ) from error
+
+
+def read_config(
+  path: str | os.PathLike, dtype: str = 'float32'
+) -> TransformerConfig:
+  """Reads the sizes of a model.
+
+  Args:
+    path: its folder.
+    dtype: of the weights; see `TransformerConfig`.
+
+  Raises:
+    FileNotFoundError: there is no config.json.
+    ValueError: it is of another architecture, or has something of its own.
+  """
+  file = Path(path) / 'config.json'
+  c = runs.read_json(file)
+  names = c.get('architectures') or ['none']
+  if names[0] not in ARCHITECTURES:
+    raise ValueError(
+      f'{file} is of the architecture {names[0]}: known are'
+      f' {", ".join(ARCHITECTURES)}'
+    )
+  rope = {**(c.get('rope_scaling') or {}), **(c.get('rope_parameters') or {})}
+  for name, allowed in _ONLY.items():
+    value = {**rope, **c}.get(name, allowed[0])
+    if value not in allowed:
+      raise ValueError(
+        f'{file} has {name} {value!r}: only {allowed[0]!r} is known'
+      )
+  try:
+    return TransformerConfig(
+      vocab_size=c['vocab_size'],
+      width=c['hidden_size'],
+      layers=c['num_hidden_layers'],
+      heads=c['num_attention_heads'],
+      kv_heads=c.get('num_key_value_heads') or c['num_attention_heads'],
+      hidden=c['intermediate_size'],
+      head_dim=c.get('head_dim'),
+      rope_theta=float(rope.get('rope_theta') or c.get('rope_theta') or 1e4),
+      **_stretched(rope, c),
+      **ARCHITECTURES[names[0]],
+      attention_window=_window(c),
+      tied=c.get('tie_word_embeddings', False),
+      dtype=dtype,
+      norm_eps=c.get('rms_norm_eps', 1e-6),
+    )
+  except KeyError as error:
+    raise ValueError(f'{file} does not say {error.args[0]}') from error
+  except ValueError as error:
+    raise ValueError(f'{file}: {error}') from error
+
+
+def load(
+  path: str | os.PathLike, dtype: str = 'float32', vocab_size: int | None = None
+) -> Transformer:
+  """Reads a model.
+
+  Args:
+    path: its folder.
+    dtype: of the weights; see `TransformerConfig`.
+    vocab_size: ids that its tokenizer has. What the embedding has behind them
+      is padding, which no text has and none should: it is left out.
+
+  Raises:
+    FileNotFoundError: there are no safetensors.
+    ImportError: `safetensors` is not installed.
+    ValueError: it is not the model that its config.json describes, or its
+      tokenizer has more ids than it.
+  """
+  path = Path(path)
+  config = read_config(path, dtype)
+  with contextlib.ExitStack() as stack:
+    open_file = extras.require('safetensors', 'hf').safe_open
+    holders = {}
+    for file in weight_files(path):
+      try:
+        holder = stack.enter_context(open_file(file, framework='numpy'))
+      except Exception as error:  # an exception of the library's own
+        raise ValueError(f'{file} is not whole: {error}') from error
+      holders |= dict.fromkeys(holder.keys(), holder)
+    wanted = {}
+    for part in tensors.parts(config).values():
+      wanted |= part
+    shapes = {
+      name: tuple(holder.get_slice(name).get_shape())
+      for name, holder in holders.items()
+      if not _is_derived(name, config)
+    }
+    tensors.check(wanted, shapes, f'{path}')
+    return tensors.join(
+      config,
+      lambda name: holders[name].get_tensor(name),
+      vocab_size=vocab_size,
+    )
+
+
+def weight_files(path: str | os.PathLike) -> list[Path]:
+  """The files that hold a model's weights.
+
+  Raises:
+    FileNotFoundError: there are none, or some of them are missing.
+  """
+  path = Path(path)
+  index = path / 'model.safetensors.index.json'
+  if index.exists():
+    names = sorted({*runs.read_json(index)['weight_map'].values()})
+  else:
+    names = ['model.safetensors']
+  missing = [name for name in names if not (path / name).is_file()]
+  if missing:
+    pickled = ' (pickled weights are not read)' if _pickled(path) else ''
+    raise FileNotFoundError(
+      f'{path} has no {", ".join(missing)}: weights must be safetensors'
+      + pickled
+    )
+  return [path / name for name in names]
+
+
+def load_tokenizer(
+  path: str | os.PathLike, start: str | None = None, end: str = ''
+) -> Pretrained:
+  """Reads the tokenizer of a model.
+
+  Args:
+    path: its folder.
+    start: what stands before a document; see `tokenizers.Pretrained`.
+    end: the token that ends one; empty is what the model's files say.
+
+  Raises:
+    FileNotFoundError: there is no tokenizer.json.
+    ValueError: it cannot be read, or does not say what ends a text.
+  """
+  path = Path(path)
+  file = path / 'tokenizer.json'
+  if not file.is_file():
+    raise FileNotFoundError(
+      f'{path} has no tokenizer.json: save it once with'
+      ' `AutoTokenizer.from_pretrained(...).save_pretrained(...)`'
+    )
+  model = runs.read_json(file)
+  said = _json_if_there(path / 'tokenizer_config.json')
+  special = {
+    name: value['content'] if isinstance(value, dict) else value
+    for name, value in said.items()
+    if name in ('bos_token', 'eos_token') and value
+  }
+  template = said.get('chat_template')
+  if isinstance(template, list):  # several, by name
+    template = {one['name']: one['template'] for one in template}['default']
+  beside = path / 'chat_template.jinja'
+  if beside.is_file():
+    template = beside.read_text()
+  ends = [end] if end else _ends(path, model, special.get('eos_token'))
+  try:
+    return Pretrained(
+      json.dumps(model),
+      end=ends,
+      start=start,
+      template=template,
+      names=special,
+    )
+  except ValueError as error:
+    raise ValueError(f'{file}: {error}') from error
+
+
+def content_hash(path: str | os.PathLike) -> str:
+  """SHA-256 of what a model is made of, its tokenizer included."""
+  path = Path(path)
+  every = [path / 'config.json', *weight_files(path), *path.glob('token*.json')]
+  return files.sha256(*sorted(every))
+
+
+def _stretched(rope: Mapping[str, Any], c: Mapping[str, Any]) -> dict[str, Any]:
+  """What a configuration says of longer contexts."""
+  kind = rope.get('rope_type') or rope.get('type') or 'default'
+  if kind == 'default':
+    return {}
+  if kind == 'linear':
+    return {'rope_factor': float(rope['factor'])}
+  if kind == 'llama3':
+    return {
+      'rope_factor': float(rope['factor']),
+      'rope_band': (rope['low_freq_factor'], rope['high_freq_factor']),
+      'rope_context': rope['original_max_position_embeddings'],
+    }
+  raise ValueError(
+    f"rope_type is {kind!r}: 'default', 'linear' and 'llama3' are known"
+  )
+
+
+def _window(c: Mapping[str, Any]) -> int | None:
+  """The attention window, if all layers have it."""
+  window, layers = c.get('sliding_window'), c['num_hidden_layers']
+  if not window or not c.get('use_sliding_window', True):
+    return None
+  if 'use_sliding_window' in c:  # in Qwen, from some layer on
+    first = c.get('max_window_layers', layers)
+    if first >= layers:
+      return None
+    if first > 0:
+      raise ValueError(
+        f'layers from {first} on have a window of {window} and the others none,'
+        ' which is not known'
+      )
+  return window
+
+
+def _ends(path: Path, model: Mapping[str, Any], eos: str | None) -> list[str]:
+  """Tokens that end a text, that of the tokenizer first."""
+  ids = []
+  for name in ('generation_config.json', 'config.json'):
+    found = _json_if_there(path / name).get('eos_token_id')
+    ids += found if isinstance(found, list) else [found]
+  by_id = {one['id']: one['content'] for one in model.get('added_tokens', ())}
+  every = [eos, *(by_id.get(i) for i in ids)]
+  return [*dict.fromkeys(token for token in every if token)]
+
+
+def _json_if_there(path: Path) -> dict[str, Any]:
+  return runs.read_json(path) if path.is_file() else {}
+
+
+def _is_derived(name: str, config: TransformerConfig) -> bool:
+  """Whether a tensor follows from what else there is."""
+  return name.endswith('rotary_emb.inv_freq') or (
+    config.tied and name == 'lm_head.weight'
+  )
+
+
+def _pickled(path: Path) -> bool:
+  return any(next(path.glob(kind), None) for kind in ('*.bin', '*.pt', '*.pth'))
