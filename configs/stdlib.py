@@ -25,8 +25,10 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   corpus.window = 256  # tokens; a window costs its square only in attention
 
   config.target = target = config_dict.ConfigDict()
-  target.path = ''  # of a checkpoint of llama2.c, to be taken instead
-  target.tokenizer_path = ''  # of it; empty: the tok*.bin that lies beside it
+  target.path = ''  # of a model to be taken instead: a folder, .gguf, hub name
+  target.tokenizer_path = ''  # of it; empty: in the folder, or beside the file
+  target.document_start = ''  # before each document; empty: as its files say
+  target.document_end = ''  # the token behind it; likewise
   target.width = 512
   target.layers = 6  # few and wide: a CPU multiplies large matrices best
   target.heads = 8  # of 64, the usual size

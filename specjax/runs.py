@@ -26,7 +26,13 @@ ABSENT = '(absent)'
 _TRAINING = {'accumulate': 1, 'dtype': 'float32'}
 _ADDED = {
   'corpus': {'test': ''},
-  'target': {'path': '', 'tokenizer_path': '', 'remat': False},
+  'target': {
+    'path': '',
+    'tokenizer_path': '',
+    'document_start': '',
+    'document_end': '',
+    'remat': False,
+  },
   'draft': {'model': {'remat': False}},
   'pretrain': _TRAINING,
   'distill': {**_TRAINING, 'patience': 0},

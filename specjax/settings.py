@@ -73,7 +73,13 @@ _NOT_NEGATIVE = (
   'weight_decay',
 )
 # Of the target, but no sizes of it.
-_ADOPTED = 'path', 'tokenizer_path', 'sha256'
+_ADOPTED = (
+  'path',
+  'tokenizer_path',
+  'document_start',
+  'document_end',
+  'sha256',
+)
 _MAY_BE_EMPTY = 'controllers', 'betas', 'contrastive_arms', 'taps'
 _WEIGHTS = ('kl_weight',)  # which may be infinite
 
@@ -269,10 +275,8 @@ def _check_without_text(config: Mapping[str, Any]) -> None:
     raise ValueError(
       f'{none}: data.corpus must be 0, and data.target or data.draft the rest'
     )
-  if config['draft'].get('vocab_size'):
-    raise ValueError(
-      f'{none}: there is no text to count tokens in, draft.vocab_size must be 0'
-    )
+  if config['target'].get('document_start'):
+    return  # of as many tokens as its tokenizer says
   for section in ('data', 'validation', 'decode'):
     length = config.get(section, {}).get('prompt_length', 1)
     if length != 1:

@@ -3,9 +3,9 @@
 A source is a function `source(step, model)` of the number of an update and of
 the model before it. It gives rows `[T]` that may be read without end, and the
 step since which they are the same. Two of them write: the target continues
-prompts by speculative decoding, the draft in training its drafter, so its law
-is the target's whatever the draft and it costs less the more the draft has
-learnt (DistillSpec, Zhou et al. 2024, arXiv 2310.08461); or the draft continues
+prompts by speculative decoding, the draft in training its drafter from the
+second time on, so its law is the target's whatever the draft and it costs less
+the more the draft has learnt (DistillSpec, Zhou et al. 2024, arXiv 2310.08461); or the draft continues
 them alone, and learns on text of its own (GKD, Agarwal et al. 2024, arXiv
 2306.13649).
 
@@ -119,12 +119,12 @@ def counts(shares: Sequence[float], rows: int) -> list[int]:
   return found
 
 
-def by_target(target: LanguageModel, drafter: Drafter):
-  """The target writes, and the draft in training drafts for it."""
-  return target, drafter
+def by_target(target: LanguageModel, drafter: Drafter, step: int):
+  """The target writes, and the draft drafts for it once it has learnt."""
+  return target, drafter if step else NoDrafter()
 
 
-def by_draft(target: LanguageModel, drafter: Drafter):
+def by_draft(target: LanguageModel, drafter: Drafter, step: int):
   """The draft writes alone."""
   return drafter.model, NoDrafter()
 
@@ -231,7 +231,7 @@ class Written:
     # that is two programs.
     model = jax.tree.map(_in_its_place, model)
     model = dataclasses.replace(model, warp=warp)
-    writer, drafter = self._by(self._target, model)
+    writer, drafter = self._by(self._target, model, since)
     seed, number = self._seed
     key = jax.random.fold_in(jax.random.key(seed), number)
     return texts.write(

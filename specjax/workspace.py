@@ -38,7 +38,7 @@ from specjax import (
   warps,
 )
 from specjax.drafters.none import NoDrafter
-from specjax.models import llama2c
+from specjax.models import pretrained
 from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.types import Batch, Drafter, DraftLength, Warp
 
@@ -203,7 +203,9 @@ class Workspace:
     folder = self.folder / 'target'
     if checkpoint.Checkpoints(folder).latest() is None:
       tokenizer, wanted = self.tokenizer, self.config['target']
-      target = llama2c.load(wanted['path'], wanted['dtype'])
+      target = pretrained.load(
+        wanted['path'], wanted['dtype'], tokenizer.vocab_size
+      )
       checkpoint.save_model(folder, target, {'tokenizer': tokenizer.hash})
 
   def new_drafter(self, seed: int) -> Drafter:
@@ -236,7 +238,11 @@ class Workspace:
     """All that is needed to build the drafter again."""
     config = {**self.config['draft'], 'k': self.config['decode']['k']}
     if config.get('vocab_size'):
-      size, ids = self.tokenizer.vocab_size, self.ids('train')
+      size = self.tokenizer.vocab_size
+      if self.corpus.name == corpora.NONE:
+        ids = np.concatenate(self._text('train').sequences())
+      else:
+        ids = self.ids('train')
       config['vocabulary'] = data.frequent(ids, size, config['vocab_size'])
     return config
 
@@ -352,32 +358,47 @@ class Workspace:
     """
     wanted = self.config['validation']
     count, size = wanted['sequences'], wanted['prompt_length']
+    rows = self._text('validation', target, temperature).sequences()
+    batch = data.pad(rows, [size] * count, size + wanted['tokens'])
+    return [Batch(*row) for row in zip(*batch, strict=True)]
+
+  def _text(
+    self,
+    split: str,
+    target: Transformer | None = None,
+    temperature: float = 1.0,
+  ) -> texts.Text:
+    """As much text as is held out, on prompts of a split."""
+    wanted = self.config['validation']
+    count, size = wanted['sequences'], wanted['prompt_length']
     step = checkpoint.Checkpoints(self.folder / 'target').best()
-    name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}.npz'
-    path = self.folder / 'rollouts' / name
+    held_out = split == 'validation'
+    name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}'
+    name += '' if held_out else f'-{split}'
+    path = self.folder / 'rollouts' / f'{name}.npz'
     if not path.exists():
       text = texts.write(
-        target,
+        target or self.target(),
         NoDrafter(),
-        self.prompts('validation', count, size),
-        key=jax.random.key(0),
+        self.prompts(split, count, size),
+        key=jax.random.key(0 if held_out else 1),
         max_new_tokens=wanted['tokens'],
         warp=warps.temperature(temperature),
         eos_id=self.tokenizer.eos_id,
-        title='held-out text by the target',
+        title=f'{"held-out " * held_out}text by the target',
       )
       texts.save(path, text)
-    rows = texts.load(path).sequences()
-    batch = data.pad(rows, [size] * count, size + wanted['tokens'])
-    return [Batch(*row) for row in zip(*batch, strict=True)]
+    return texts.load(path)
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:
     target, wanted = self.config['target'], self.config['corpus']
     if target['path']:
-      path = target['tokenizer_path'] or llama2c.tokenizer_beside(
-        target['path']
+      return pretrained.load_tokenizer(
+        target['path'],
+        target['tokenizer_path'],
+        target['document_start'],
+        target['document_end'],
       )
-      return llama2c.load_tokenizer(path, target['path'])
     kind = wanted['tokenizer']
     if kind == 'bytes':
       return tokenizers.Bytes()
@@ -414,7 +435,7 @@ def _hash_of_target(folder: Path, path: str) -> str:
     target = runs.read_json(began)['target']
     if target.get('path') == path:
       return target['sha256']
-  return files.sha256(path)
+  return pretrained.content_hash(path)
 
 
 def _build_drafter(

@@ -1,0 +1,89 @@
+"""Models that were trained elsewhere, whatever they lie in.
+
+A path is a folder or a name on the hub (`huggingface`), a `.gguf` (`gguf`), or
+else a checkpoint of llama2.c (`llama2c`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specjax import files
+from specjax.models import gguf, huggingface, llama2c
+from specjax.models.transformer import Transformer
+from specjax.tokenizers import Tokenizer
+
+
+def local(path: str) -> Path:
+  """Where a model lies, fetched from the hub if it is a name there.
+
+  Raises:
+    FileNotFoundError: it is neither there nor on the hub.
+  """
+  if huggingface.is_hub_name(path):
+    return huggingface.fetch(path)
+  if not Path(path).exists():
+    raise FileNotFoundError(f'there is no model {path}')
+  return Path(path)
+
+
+def content_hash(path: str) -> str:
+  """SHA-256 of what is read of a model."""
+  place = local(path)
+  return (
+    huggingface.content_hash(place) if place.is_dir() else files.sha256(place)
+  )
+
+
+def load(
+  path: str, dtype: str = 'float32', vocab_size: int | None = None
+) -> Transformer:
+  """Reads a model.
+
+  Args:
+    path: see above.
+    dtype: of its weights; see `TransformerConfig`.
+    vocab_size: ids that its tokenizer has; see `tensors.join`.
+
+  Raises:
+    FileNotFoundError: it is not there.
+    ImportError: a package that reads it is not.
+    ValueError: it is not what it should be.
+  """
+  place = local(path)
+  if place.is_dir():
+    return huggingface.load(place, dtype, vocab_size)
+  if place.suffix == '.gguf':
+    return gguf.load(place, dtype, vocab_size)
+  return llama2c.load(place, dtype)
+
+
+def load_tokenizer(
+  path: str, beside: str = '', start: str = '', end: str = ''
+) -> Tokenizer:
+  """Reads the tokenizer of a model.
+
+  Args:
+    path: of the model.
+    beside: where the tokenizer is if it is not where the model's own would be.
+    start: what stands before a document, special tokens included; empty is what
+      the model's own files say.
+    end: the token that ends one; likewise.
+
+  Raises:
+    FileNotFoundError: it is not there.
+    ImportError: a package that reads it is not.
+    ValueError: it is not what it should be.
+  """
+  place = local(path)
+  reader = {'.gguf': gguf}.get(place.suffix)
+  if place.is_dir():
+    reader, place = huggingface, local(beside) if beside else place
+  if reader:
+    return reader.load_tokenizer(place, start or None, end)
+  if start or end:
+    raise ValueError(
+      'target.document_start and target.document_end are for tokenizers with'
+      f' special tokens, which that of {path} has not'
+    )
+  return llama2c.load_tokenizer(beside or llama2c.tokenizer_beside(path), path)
