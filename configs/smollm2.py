@@ -7,8 +7,8 @@
         --arms=ngram,model:eagle@4
 
 The path may be a folder too, or a GGUF. No text is needed: behind the words
-that begin a chat the model writes both sides of it, which is what it was trained
-to read (Magpie, Xu et al. 2024, arXiv 2406.08464). Any other model with a chat
+that begin a chat the model writes both sides of it, as it was trained to read
+them (Magpie, Xu et al. 2024, arXiv 2406.08464). Any other model with a chat
 template will do, with its own words in `target.document_start`.
 """
 
@@ -31,8 +31,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   target.path = config_dict.placeholder(str)
   target.tokenizer_path = ''
   target.document_start = (
-    '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by'
-    ' Hugging Face<|im_end|>\n<|im_start|>user\n'
+    '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained'
+    ' by Hugging Face<|im_end|>\n<|im_start|>user\n'
   )
   target.document_end = '<|endoftext|>'  # <|im_end|> ends each side's words
   target.dtype = 'float32'

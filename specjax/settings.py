@@ -230,8 +230,9 @@ def _builder(
   most drafts fit; what does not fit the real one is refused with it.
   """
   build = drafters.find(draft['drafter']).build
+  # A width of many divisors; nothing of this size is made.
   wanted = TransformerConfig(
-    2, width=768, layers=48, heads=12, kv_heads=12, hidden=768
+    2, width=10080, layers=48, heads=12, kv_heads=12, hidden=768
   )
   if target and not target['path']:
     wanted = TransformerConfig(vocab_size=2, **sizes(target))

@@ -5,9 +5,9 @@ the model before it. It gives rows `[T]` that may be read without end, and the
 step since which they are the same. Two of them write: the target continues
 prompts by speculative decoding, the draft in training its drafter from the
 second time on, so its law is the target's whatever the draft and it costs less
-the more the draft has learnt (DistillSpec, Zhou et al. 2024, arXiv 2310.08461); or the draft continues
-them alone, and learns on text of its own (GKD, Agarwal et al. 2024, arXiv
-2306.13649).
+the more the draft has learnt (DistillSpec, Zhou et al. 2024, arXiv 2310.08461);
+or the draft continues them alone, and learns on text of its own (GKD, Agarwal
+et al. 2024, arXiv 2306.13649).
 
 Every `refresh` steps they write anew, with the model of that step. Hence a
 batch is a function of the configuration, of its number and of that model. What

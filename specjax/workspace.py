@@ -28,7 +28,6 @@ from specjax import (
   data,
   draft_length,
   drafters,
-  files,
   pricing,
   runs,
   settings,

@@ -1,7 +1,5 @@
 """Checkpoints of Hugging Face against `transformers` itself."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
