@@ -122,6 +122,8 @@ def check(config: Mapping[str, Any]) -> None:
     unroll = getattr(drafter, 'unroll', 1)
     count = config['draft'].get('vocab_size', 0)
     corpus = config.get('corpus', {})
+    if config.get('target', {}).get('path'):
+      corpus = {}  # whose tokenizer is not used
     if corpus.get('tokenizer') == 'bpe' and count > corpus['vocab_size']:
       raise ValueError(
         f'draft.vocab_size is {count}: it must be at most corpus.vocab_size,'
