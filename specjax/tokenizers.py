@@ -17,6 +17,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers as hf
@@ -493,6 +494,98 @@ def _byte_of_character() -> dict[str, int]:
   return {chr(byte): byte for byte in visible} | {
     chr(256 + i): byte for i, byte in enumerate(hidden)
   }
+
+
+def special(i: int, token: str) -> dict[str, Any]:
+  """A special token as the `tokenizers` library stores it."""
+  off = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
+  return {'id': i, 'content': token, 'special': True, **off}
+
+
+def by_scores(
+  tokens: Sequence[str],
+  scores: Sequence[float],
+  unknown: int = 0,
+  space: bool = True,
+) -> dict[str, Any]:
+  """A BPE by scores as the `tokenizers` library stores it.
+
+  The pair whose union scores highest is merged first, as SentencePiece does.
+
+  Args:
+    tokens: by id, U+2581 being a space and '<0x0A>' a byte.
+    scores: of each.
+    unknown: the id of what has no other.
+    space: whether one is put in front of a text.
+  """
+  ids = {token: i for i, token in enumerate(tokens)}
+  merges = []
+  for token, i in ids.items():
+    cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+    known = [(ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids]
+    merges += [(-scores[i], i, *pair) for pair in sorted(known)]
+  merges.sort()
+  text, piece = {'String': ' '}, {'String': '\u2581'}
+  normalizers = [{'type': 'Prepend', 'prepend': '\u2581'}] if space else []
+  normalizers += [{'type': 'Replace', 'pattern': text, 'content': '\u2581'}]
+  back = {'type': 'Replace', 'pattern': piece, 'content': ' '}
+  return {
+    'version': '1.0',
+    'normalizer': {'type': 'Sequence', 'normalizers': normalizers},
+    'pre_tokenizer': None,
+    'post_processor': None,
+    'decoder': {
+      'type': 'Sequence',
+      'decoders': [back, {'type': 'ByteFallback'}, {'type': 'Fuse'}],
+    },
+    'model': {
+      'type': 'BPE',
+      'vocab': ids,
+      'merges': [[a, b] for *_, a, b in merges],
+      'unk_token': tokens[unknown],
+      'fuse_unk': True,
+      'byte_fallback': True,
+    },
+  }
+
+
+def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
+  """A tokenizer as others read it.
+
+  Args:
+    tokenizer: any but `ScoredBPE`.
+
+  Returns:
+    What goes into tokenizer.json, and into tokenizer_config.json.
+
+  Raises:
+    ValueError: it has no such form.
+  """
+  settings = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'clean_up_tokenization_spaces': False,
+  }
+  model = json.loads(tokenizer.serialised)
+  if isinstance(tokenizer, Pretrained):
+    model = model['model']
+    end = {'eos_token': model['end'][0]}
+    if model['template']:
+      settings['chat_template'] = model['template']
+    return model['tokenizer'], {**settings, **end, **model['names']}
+  if isinstance(tokenizer, Bytes):
+    characters = {byte: name for name, byte in _byte_of_character().items()}
+    whole = hf.Tokenizer(
+      hf.models.BPE({characters[i]: i for i in range(256)}, [])
+    )
+    whole.pre_tokenizer = hf.pre_tokenizers.ByteLevel(False, use_regex=False)
+    whole.decoder = hf.decoders.ByteLevel()
+    model = json.loads(whole.to_str())
+    model['added_tokens'] = [special(tokenizer.eos_id, EOS)]
+  elif not isinstance(tokenizer, BPE):
+    raise ValueError(
+      f'a tokenizer of the kind {type(tokenizer).__name__} cannot be exported'
+    )
+  return model, {**settings, 'eos_token': EOS}
 
 
 _PARSERS = {

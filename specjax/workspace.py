@@ -205,7 +205,12 @@ class Workspace:
       target = pretrained.load(
         wanted['path'], wanted['dtype'], tokenizer.vocab_size
       )
-      checkpoint.save_model(folder, target, {'tokenizer': tokenizer.hash})
+      record = {
+        'tokenizer': tokenizer.hash,
+        'vocab_size': pretrained.vocab_size(wanted['path']),
+        'licence': pretrained.licence(wanted['path']),
+      }
+      checkpoint.save_model(folder, target, record)
 
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it.

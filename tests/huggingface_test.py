@@ -1,14 +1,19 @@
 """Checkpoints of Hugging Face against `transformers` itself."""
 
+import dataclasses
+import json
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import generation, warps
+from specjax import generation, tokenizers, warps
 from specjax.drafters.none import NoDrafter
-from specjax.models import huggingface
+from specjax.models import huggingface, tensors
 
+safetensors = pytest.importorskip('safetensors', reason='no safetensors')
 transformers = pytest.importorskip('transformers', reason='no transformers')
 torch = pytest.importorskip('torch', reason='no torch')
 
@@ -109,8 +114,6 @@ def test_logits_and_greedy_text_are_those_of_transformers(family, tmp_path):
 )
 def test_what_a_family_has_of_its_own_is_seen(family, field, value, tmp_path):
   # The negative twin: without it the logits are others.
-  import dataclasses
-
   theirs = made(family, tmp_path)
   ours = huggingface.load(tmp_path)
   assert getattr(ours.config, field) != value
@@ -122,3 +125,112 @@ def test_what_a_family_has_of_its_own_is_seen(family, field, value, tmp_path):
   with torch.no_grad():
     wanted = theirs(torch.tensor(ids)).logits.numpy()
   assert np.abs(logits(ours, ids) - wanted).max() > 1e-2
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_what_is_saved_loads_with_equal_logits(family, tmp_path):
+  theirs = made(family, tmp_path / 'theirs')
+  ours = huggingface.load(tmp_path / 'theirs')
+  huggingface.save(ours, tmp_path / 'ours', tokenizers.Bytes())
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours')
+  ids = np.random.default_rng(0).integers(0, VOCAB, (1, 48))
+  with torch.no_grad():
+    wanted = theirs(torch.tensor(ids)).logits.numpy()
+    found = again.eval()(torch.tensor(ids)).logits.numpy()
+  np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0)
+  back = huggingface.load(tmp_path / 'ours')
+  leaves = zip(jax.tree.leaves(ours), jax.tree.leaves(back), strict=True)
+  assert all((a == b).all() for a, b in leaves)
+
+
+def test_shards_bfloat16_and_padding(tmp_path):
+  theirs = made('llama', tmp_path / 'whole')
+  theirs.to(torch.bfloat16).save_pretrained(
+    tmp_path / 'parts', max_shard_size='20KB'
+  )
+  assert len(huggingface.weight_files(tmp_path / 'parts')) > 2
+  ids = np.random.default_rng(0).integers(0, 70, (1, 40))
+  again = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'parts', dtype=torch.float32
+  )
+  with torch.no_grad():
+    wanted = again(torch.tensor(ids)).logits.numpy()
+  ours = huggingface.load(tmp_path / 'parts', vocab_size=70)
+  assert ours.config.vocab_size == 70 and ours.embedding.dtype == jnp.float32
+  np.testing.assert_allclose(logits(ours, ids), wanted[..., :70], atol=1e-3)
+  narrow = huggingface.load(tmp_path / 'parts', 'bfloat16')
+  assert narrow.embedding.dtype == narrow.layers[0].qkv.dtype == jnp.bfloat16
+  assert narrow.norm.dtype == jnp.float32
+  huggingface.save(ours, tmp_path / 'padded', tokenizers.Bytes(), 80)
+  assert huggingface.read_config(tmp_path / 'padded').vocab_size == 80
+  with pytest.raises(ValueError, match='has 81 ids and the model 80'):
+    huggingface.load(tmp_path / 'parts', vocab_size=81)
+
+
+def test_only_one_weight_is_held_beside_the_model(tmp_path):
+  made('llama', tmp_path)
+  config, alive, most = huggingface.read_config(tmp_path), [], 0
+  with safetensors.safe_open(
+    tmp_path / 'model.safetensors', framework='numpy'
+  ) as file:
+
+    def read(name):
+      nonlocal most
+      array = file.get_tensor(name)
+      alive.append(weakref.ref(array))
+      most = max(most, sum(ref() is not None for ref in alive))
+      return array
+
+    # What JAX may keep as it is shall not count.
+    tensors.join(config, lambda name: read(name).astype(np.float64))
+  assert len(alive) == 30 and most <= 3
+
+
+def edit(folder, **values):
+  path = folder / 'config.json'
+  config = json.loads(path.read_text())
+  path.write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize(
+  'values,message',
+  [
+    ({'architectures': ['GPT2LMHeadModel']}, 'architecture GPT2LMHeadModel'),
+    ({'hidden_act': 'gelu'}, "hidden_act 'gelu'"),
+    ({'attention_bias': True}, 'attention_bias True'),
+    ({'quantization_config': {'bits': 4}}, 'quantization_config'),
+    ({'rope_parameters': {'rope_type': 'yarn'}}, "rope_type is 'yarn'"),
+    (
+      {'intermediate_size': 40},
+      r'another shape: .*gate_proj.*, not \(40, 32\)',
+    ),
+    ({'num_hidden_layers': 4}, r'missing: model.layers.3.*and 1 more'),
+    ({'num_hidden_layers': 2}, r'not known: model.layers.2'),
+    (
+      {'tie_word_embeddings': True, 'vocab_size': 81},
+      'another shape: model.emb',
+    ),
+    ({'num_attention_heads': 5}, '5 heads cannot share 2 kv_heads'),
+  ],
+)
+def test_what_is_not_known_is_one_clear_line(values, message, tmp_path):
+  made('llama', tmp_path)
+  edit(tmp_path, **values)
+  with pytest.raises(ValueError, match=message) as caught:
+    huggingface.load(tmp_path)
+  assert str(tmp_path) in str(caught.value)
+
+
+def test_files_that_are_not_there_or_not_whole(tmp_path):
+  made('llama', tmp_path)
+  weights = tmp_path / 'model.safetensors'
+  whole = weights.read_bytes()
+  weights.write_bytes(whole[:-7])
+  with pytest.raises(ValueError, match='is not whole'):
+    huggingface.load(tmp_path)
+  weights.rename(tmp_path / 'pytorch_model.bin')
+  with pytest.raises(FileNotFoundError, match='pickled weights are not read'):
+    huggingface.load(tmp_path)
+  (tmp_path / 'config.json').unlink()
+  with pytest.raises(FileNotFoundError, match='config.json'):
+    huggingface.load(tmp_path)

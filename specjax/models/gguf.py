@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax import extras
+from specjax import extras, tokenizers
 from specjax.models import tensors
 from specjax.models.transformer import (
   Transformer,
@@ -241,15 +241,7 @@ def load_tokenizer(
     )
   types = file.get('tokenizer.ggml.token_type', [1] * len(tokens))
   model['added_tokens'] = [
-    {
-      'id': i,
-      'content': token,
-      'special': True,
-      'normalized': False,
-      'single_word': False,
-      'lstrip': False,
-      'rstrip': False,
-    }
+    tokenizers.special(i, token)
     for i, token in enumerate(tokens)
     if types[i] in _CONTROL
   ]
@@ -315,34 +307,10 @@ def _byte_level(file: File, tokens: list[str]) -> dict[str, Any]:
 
 
 def _sentence_piece(file: File, tokens: list[str]) -> dict[str, Any]:
-  """A BPE by scores: the pair whose union scores highest is merged first."""
-  scores = file.need('tokenizer.ggml.scores')
-  ids = {token: i for i, token in enumerate(tokens)}
-  merges = []
-  for token, i in ids.items():
-    cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-    known = [(ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids]
-    merges += [(-scores[i], i, *pair) for pair in sorted(known)]
-  merges.sort()
-  prefix = file.get('tokenizer.ggml.add_space_prefix', True)
-  normalizers = [{'type': 'Prepend', 'prepend': '\u2581'}] if prefix else []
-  space = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}
-  back = {'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '}
-  return {
-    'version': '1.0',
-    'normalizer': {'type': 'Sequence', 'normalizers': [*normalizers, space]},
-    'pre_tokenizer': None,
-    'post_processor': None,
-    'decoder': {
-      'type': 'Sequence',
-      'decoders': [back, {'type': 'ByteFallback'}, {'type': 'Fuse'}],
-    },
-    'model': {
-      'type': 'BPE',
-      'vocab': ids,
-      'merges': [[a, b] for *_, a, b in merges],
-      'unk_token': tokens[file.get('tokenizer.ggml.unknown_token_id', 0)],
-      'fuse_unk': True,
-      'byte_fallback': True,
-    },
-  }
+  """A BPE by scores as the `tokenizers` library stores it."""
+  return tokenizers.by_scores(
+    tokens,
+    file.need('tokenizer.ggml.scores'),
+    unknown=file.get('tokenizer.ggml.unknown_token_id', 0),
+    space=file.get('tokenizer.ggml.add_space_prefix', True),
+  )

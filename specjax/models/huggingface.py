@@ -15,10 +15,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specjax import extras, files, runs
-from specjax.models import tensors
+import numpy as np
+
+from specjax import extras, files, runs, tokenizers
+from specjax.models import card, tensors
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.tokenizers import Pretrained
+from specjax.tokenizers import Pretrained, Tokenizer
 
 Path = pathlib.Path
 
@@ -37,7 +39,9 @@ _ONLY = {
   'partial_rotary_factor': (1.0, 1),
   'quantization_config': (None,),
 }
-_FETCHED = ('*.json', '*.safetensors', '*.jinja', 'LICENSE*')
+_FETCHED = ('*.json', '*.safetensors', '*.jinja', 'README.md')
+# That a model may be asked for. Rotations have no end of their own.
+_POSITIONS = 8192
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+(@[\w./-]+)?')
 
 
@@ -239,11 +243,109 @@ def load_tokenizer(
     raise ValueError(f'{file}: {error}') from error
 
 
+def licence(path: str | os.PathLike) -> str:
+  """What the card of a model says that its licence is."""
+  file = Path(path) / 'README.md'
+  return card.licence(file.read_text()) if file.is_file() else card.UNKNOWN
+
+
+def save(
+  model: Transformer,
+  path: str | os.PathLike,
+  tokenizer: Tokenizer,
+  vocab_size: int | None = None,
+) -> None:
+  """Writes a model that `transformers` and what reads its layout can load.
+
+  Args:
+    model: the model.
+    path: its folder, made if need be.
+    tokenizer: its tokenizer.
+    vocab_size: rows of its embedding, where its target's was padded; None is
+      no padding. Servers compare the two. What pads it is drafted next to
+      never, and would be refused.
+
+  Raises:
+    ImportError: `safetensors` is not installed.
+    ValueError: its tokenizer has no form that others read.
+  """
+  path, c = Path(path), model.config
+  numpy = extras.require('safetensors.numpy', 'hf')
+  spelt, settings = tokenizers.portable(tokenizer)
+  path.mkdir(parents=True, exist_ok=True)
+  padding = max((vocab_size or 0) - c.vocab_size, 0)
+  weights = {}
+  for name, array in tensors.split(model):
+    if padding and array.shape[0] == c.vocab_size and array.ndim == 2:
+      array = np.pad(array, ((0, padding), (0, 0)))
+    weights[name] = array
+  with files.atomic(path / 'model.safetensors') as file:
+    file.write(numpy.save(weights, {'format': 'pt'}))
+  ends = {
+    'eos_token_id': tokenizer.end_ids,
+    'bos_token_id': (tokenizer.start or [None])[0],
+  }
+  runs.write_json(path / 'config.json', {**_describe(c, padding), **ends})
+  runs.write_json(path / 'generation_config.json', ends)
+  runs.write_json(path / 'tokenizer.json', spelt)
+  runs.write_json(path / 'tokenizer_config.json', settings)
+
+
 def content_hash(path: str | os.PathLike) -> str:
   """SHA-256 of what a model is made of, its tokenizer included."""
   path = Path(path)
   every = [path / 'config.json', *weight_files(path), *path.glob('token*.json')]
   return files.sha256(*sorted(every))
+
+
+def _describe(c: TransformerConfig, padding: int) -> dict[str, Any]:
+  """A configuration in the words of Hugging Face."""
+  own = {'qkv_bias': c.qkv_bias, 'qk_norm': c.qk_norm}
+  own = {key: value for key, value in own.items() if value}
+  if own not in ARCHITECTURES.values():
+    raise ValueError(
+      'no architecture of Hugging Face has both biases of queries and normed'
+      ' heads'
+    )
+  names = [name for name, has in ARCHITECTURES.items() if has == own]
+  name = names[-1 if c.attention_window else 0]  # Mistral behind Llama
+  window = {'sliding_window': c.attention_window}
+  if own:
+    layers = 0 if c.attention_window else c.layers
+    window |= {'use_sliding_window': layers == 0, 'max_window_layers': layers}
+  rope = {'rope_type': 'default', 'rope_theta': c.rope_theta}
+  if c.rope_band:
+    rope |= {
+      'rope_type': 'llama3',
+      'factor': c.rope_factor,
+      'low_freq_factor': c.rope_band[0],
+      'high_freq_factor': c.rope_band[1],
+      'original_max_position_embeddings': c.rope_context,
+    }
+  elif c.rope_factor != 1:
+    rope |= {'rope_type': 'linear', 'factor': c.rope_factor}
+  # Readers of before `rope_parameters` want these two.
+  scaling = rope if rope['rope_type'] != 'default' else None
+  return {
+    'architectures': [name],
+    'model_type': name.removesuffix('ForCausalLM').lower(),
+    'vocab_size': c.vocab_size + padding,
+    'hidden_size': c.width,
+    'num_hidden_layers': c.layers,
+    'num_attention_heads': c.heads,
+    'num_key_value_heads': c.kv_heads,
+    'intermediate_size': c.hidden,
+    'head_dim': c.head_size,
+    'hidden_act': 'silu',
+    'max_position_embeddings': _POSITIONS,
+    'rope_parameters': rope,
+    'rope_theta': c.rope_theta,
+    'rope_scaling': scaling,
+    **window,
+    'rms_norm_eps': c.norm_eps,
+    'tie_word_embeddings': c.tied,
+    'torch_dtype': c.dtype,
+  }
 
 
 def _stretched(rope: Mapping[str, Any], c: Mapping[str, Any]) -> dict[str, Any]:

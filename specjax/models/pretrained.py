@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specjax import files
-from specjax.models import gguf, huggingface, llama2c
+from specjax.models import card, gguf, huggingface, llama2c
 from specjax.models.transformer import Transformer
 from specjax.tokenizers import Tokenizer
 
@@ -33,6 +33,26 @@ def content_hash(path: str) -> str:
   return (
     huggingface.content_hash(place) if place.is_dir() else files.sha256(place)
   )
+
+
+def vocab_size(path: str) -> int:
+  """Rows of a model's embedding, padding included."""
+  place = local(path)
+  if place.is_dir():
+    return huggingface.read_config(place).vocab_size
+  if place.suffix == '.gguf':
+    return gguf.read_config(gguf.File(place)).vocab_size
+  return llama2c.read_header(place).vocab_size
+
+
+def licence(path: str) -> str:
+  """What is known of a model's licence."""
+  place = local(path)
+  if place.is_dir():
+    return huggingface.licence(place)
+  if place.suffix == '.gguf':
+    return gguf.File(place).get('general.license', card.UNKNOWN)
+  return card.UNKNOWN
 
 
 def load(
