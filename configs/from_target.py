@@ -21,9 +21,6 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   """The configuration; `variant` is '' or 'tiny'."""
   config = STDLIB['get_config'](variant)
   config.draft.target_layers = (0, 1) if not variant else (0,)
-  for size in ('width', 'heads', 'kv_heads', 'hidden'):
-    config.draft.model[size] = config.target[size]
-  config.draft.model.layers = len(config.draft.target_layers)
   if not variant:
     config.distill.learning_rate = 1e-3  # a wide model bears no higher one
   return config

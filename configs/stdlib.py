@@ -39,6 +39,7 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   config.draft = config_dict.ConfigDict()
   config.draft.drafter = 'model'  # a file of specjax/drafters
+  config.draft.path = ''  # a model that the draft begins as, with its sizes
   config.draft.model = draft = config_dict.ConfigDict()
   draft.width = 128
   draft.layers = 1  # its head over the vocabulary costs as much as two more

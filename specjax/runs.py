@@ -33,7 +33,7 @@ _ADDED = {
     'document_end': '',
     'remat': False,
   },
-  'draft': {'model': {'remat': False}},
+  'draft': {'path': '', 'model': {'remat': False}},
   'pretrain': _TRAINING,
   'distill': {**_TRAINING, 'patience': 0},
   'loss': {

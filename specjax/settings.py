@@ -202,7 +202,7 @@ def begins_alike(config: Mapping[str, Any]) -> bool:
   Args:
     config: the sections of a page.
   """
-  if config['draft'].get('target_layers'):
+  if config['draft'].get('target_layers') or config['draft'].get('path'):
     return True
   build = _builder(config['draft'], config['decode']['k'], config['target'])
   one, other = (jax.tree.leaves(build(seed)) for seed in (0, 1))
@@ -232,9 +232,8 @@ def _builder(
   most drafts fit; what does not fit the real one is refused with it.
   """
   build = drafters.find(draft['drafter']).build
-  # A width of many divisors; nothing of this size is made.
   wanted = TransformerConfig(
-    2, width=10080, layers=48, heads=12, kv_heads=12, hidden=768
+    2, width=768, layers=48, heads=12, kv_heads=12, hidden=768, head_dim=64
   )
   if target and not target['path']:
     wanted = TransformerConfig(vocab_size=2, **sizes(target))

@@ -75,6 +75,13 @@ class Tokenizer(abc.ABC):
     return [*self.start, self.eos_id]
 
   @property
+  def spelling(self) -> Sequence[bytes | str]:
+    """What each id stands for, special tokens by their names."""
+    named = list(self.pieces)
+    named[self.eos_id] = EOS
+    return named
+
+  @property
   def vocab_size(self) -> int:
     """Number of ids, `eos_id` among them."""
     return len(self.pieces)
@@ -366,6 +373,14 @@ class Pretrained(Tokenizer):
     """Ids that end what the model says."""
     return self._ends
 
+  @property
+  def spelling(self) -> Sequence[bytes | str]:
+    """What each id stands for, special tokens by their names."""
+    named = list(self.pieces)
+    for i, token in self._special.get_added_tokens_decoder().items():
+      named[i] = token.content
+    return named
+
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Encodes several texts in parallel."""
     encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
@@ -476,14 +491,23 @@ def load(path: str | os.PathLike) -> Tokenizer:
 def require_same(draft: Tokenizer, target: Tokenizer) -> None:
   """Refuses a draft whose ids mean something else than the target's.
 
+  What they mean is compared, and not how texts are cut: two files of one
+  vocabulary will do.
+
   Raises:
-    ValueError: the hashes differ.
+    ValueError: they differ; the message names the first id that does.
   """
-  if draft.hash != target.hash:
+  if draft.vocab_size != target.vocab_size:
     raise ValueError(
-      f'the draft was trained with tokenizer {draft.hash} and the target with '
-      f'{target.hash}: train the draft again, with the tokenizer of the target'
+      f'its tokenizer has {draft.vocab_size} ids and that of the target'
+      f' {target.vocab_size}: a draft needs the vocabulary of its target'
     )
+  for i, pair in enumerate(zip(draft.spelling, target.spelling, strict=True)):
+    if pair[0] != pair[1]:
+      raise ValueError(
+        f'id {i} is {pair[0]!r} in its tokenizer and {pair[1]!r} in that of the'
+        ' target: a draft needs the vocabulary of its target'
+      )
 
 
 def _byte_of_character() -> dict[str, int]:

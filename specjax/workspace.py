@@ -207,7 +207,7 @@ class Workspace:
       )
       record = {
         'tokenizer': tokenizer.hash,
-        'vocab_size': pretrained.vocab_size(wanted['path']),
+        'vocab_size': pretrained.read_config(wanted['path']).vocab_size,
         'licence': pretrained.licence(wanted['path']),
       }
       checkpoint.save_model(folder, target, record)
@@ -216,8 +216,9 @@ class Workspace:
     """An untrained drafter, as `config.draft` describes it.
 
     Where `config.draft.target_layers` names layers of the target, its model
-    begins as these, with the target's embedding, norm and head. Where it has a
-    `begin`, that is given the target.
+    begins as these, with the target's embedding, norm and head; where
+    `config.draft.path` names a model, as that one. Where it has a `begin`, that
+    is given the target.
 
     Raises:
       ValueError: it has nothing to train, or is not of the target's sizes.
@@ -233,6 +234,8 @@ class Workspace:
     layers = self.config['draft'].get('target_layers')
     if layers:
       drafter = _begin_as(drafter, self.target().subset(layers))
+    elif self.config['draft'].get('path'):
+      drafter = _begin_as(drafter, self._pretrained_draft())
     if hasattr(drafter, 'begin'):
       drafter = drafter.begin(self.target())
     return drafter
@@ -241,6 +244,18 @@ class Workspace:
   def draft_config(self) -> dict[str, Any]:
     """All that is needed to build the drafter again."""
     config = {**self.config['draft'], 'k': self.config['decode']['k']}
+    if config.get('target_layers'):
+      like = self.target_sizes
+      if max(config['target_layers']) >= like.layers:
+        raise ValueError(
+          f'draft.target_layers is {config["target_layers"]}: the target has'
+          f' {like.layers} layers, from 0'
+        )
+      like = dataclasses.replace(like, layers=len(config['target_layers']))
+      config['model'] = _sizes_of(like, config['model'])
+    elif config.get('path'):
+      like = pretrained.read_config(config['path'])
+      config['model'] = _sizes_of(like, config['model'])
     if config.get('vocab_size'):
       size = self.tokenizer.vocab_size
       if self.corpus.name == corpora.NONE:
@@ -411,6 +426,16 @@ class Workspace:
       return tokenizers.BPE.train(texts, wanted['vocab_size'])
     raise ValueError(f"corpus.tokenizer is {kind!r}: use 'bpe' or 'bytes'")
 
+  def _pretrained_draft(self) -> Transformer:
+    """The model at `draft.path`, whose ids must mean what the target's do."""
+    path, mine = self.config['draft']['path'], self.tokenizer
+    own = pretrained.load_tokenizer(path)
+    try:
+      tokenizers.require_same(own, mine)
+    except ValueError as error:
+      raise ValueError(f'draft.path is {path}: {error}') from error
+    return pretrained.load(path, vocab_size=mine.vocab_size)
+
   def _require_target(self) -> str:
     """Refuses that there is none; returns the command that trains it."""
     command = f'python train/pretrain.py --workdir {self.folder}'
@@ -448,21 +473,21 @@ def _build_drafter(
   return drafters.find(config['drafter']).build(config, target, rngs)
 
 
+def _sizes_of(
+  like: TransformerConfig, given: Mapping[str, Any]
+) -> dict[str, Any]:
+  """The sizes of a draft that begins as a model; its own dtype and remat."""
+  sizes = dataclasses.asdict(like)
+  del sizes['vocab_size']
+  return sizes | {key: given[key] for key in ('dtype', 'remat')}
+
+
 def _begin_as(drafter: Drafter, model: Transformer) -> Drafter:
   """The drafter, with a copy of a model's weights, in its own dtype."""
   if not hasattr(drafter, 'model'):
     raise ValueError(
-      'draft.target_layers is for draft models, with draft.drafter=model'
-    )
-  own = drafter.model.config
-  wanted = dataclasses.replace(model.config, dtype=own.dtype, remat=own.remat)
-  pair = dataclasses.asdict(own), dataclasses.asdict(wanted)
-  differ = [name for name in pair[0] if pair[0][name] != pair[1][name]]
-  if differ:
-    name = differ[0]
-    raise ValueError(
-      f'draft.target_layers names {wanted.layers} layers of the target:'
-      f' draft.model.{name} is {pair[0][name]} and must be {pair[1][name]}'
+      'draft.target_layers and draft.path are for draft models, with'
+      ' draft.drafter=model'
     )
   # Copies, for a training state is donated.
   leaves, structure = jax.tree.flatten(drafter.model)

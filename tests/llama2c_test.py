@@ -187,7 +187,7 @@ def test_a_run_adopts_a_target_and_keeps_it(tmp_path):
   path.unlink()
   Workspace.create(folder, page(path)).adopt_target()
   assert checkpoint.Checkpoints(folder / 'target').steps() == [0]
-  with pytest.raises(FileNotFoundError, match='no file .*model.bin'):
+  with pytest.raises(FileNotFoundError, match='no model .*model.bin'):
     Workspace.create(tmp_path / 'new', page(path))
   seen = Workspace.look_at(folder, page(path))
   assert seen.target().config.width == 24

@@ -111,6 +111,23 @@ def read_header(path: str | os.PathLike) -> Header:
   return header
 
 
+def read_config(
+  path: str | os.PathLike, dtype: str = 'float32'
+) -> TransformerConfig:
+  """The sizes in a model's own words; see `read_header` for what it raises."""
+  header = read_header(path)
+  return TransformerConfig(
+    vocab_size=header.vocab_size,
+    width=header.dim,
+    layers=header.n_layers,
+    heads=header.n_heads,
+    kv_heads=header.n_kv_heads,
+    hidden=header.hidden_dim,
+    tied=header.tied,
+    dtype=dtype,
+  )
+
+
 def load(path: str | os.PathLike, dtype: str = 'float32') -> Transformer:
   """Reads a checkpoint.
 
@@ -125,17 +142,7 @@ def load(path: str | os.PathLike, dtype: str = 'float32') -> Transformer:
     FileNotFoundError: there is no such file.
     ValueError: it is not what it should be; see `read_header`.
   """
-  header = read_header(path)
-  config = TransformerConfig(
-    vocab_size=header.vocab_size,
-    width=header.dim,
-    layers=header.n_layers,
-    heads=header.n_heads,
-    kv_heads=header.n_kv_heads,
-    hidden=header.hidden_dim,
-    tied=header.tied,
-    dtype=dtype,
-  )
+  header, config = read_header(path), read_config(path, dtype)
   weights = _by_name(_read(path, header), header)
   return tensors.assemble(config, weights.__getitem__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specjax import files
 from specjax.models import card, gguf, huggingface, llama2c
-from specjax.models.transformer import Transformer
+from specjax.models.transformer import Transformer, TransformerConfig
 from specjax.tokenizers import Tokenizer
 
 
@@ -35,14 +35,14 @@ def content_hash(path: str) -> str:
   )
 
 
-def vocab_size(path: str) -> int:
-  """Rows of a model's embedding, padding included."""
+def read_config(path: str) -> TransformerConfig:
+  """The sizes of a model; those of its embedding with padding."""
   place = local(path)
   if place.is_dir():
-    return huggingface.read_config(place).vocab_size
+    return huggingface.read_config(place)
   if place.suffix == '.gguf':
-    return gguf.read_config(gguf.File(place)).vocab_size
-  return llama2c.read_header(place).vocab_size
+    return gguf.read_config(gguf.File(place))
+  return llama2c.read_config(place)
 
 
 def licence(path: str) -> str:
