@@ -8,11 +8,22 @@ the temperature of `config.decode`; the table has all others. What rounds cost
 goes to `costs.json` in the run, and a second table says where the speedup that
 is predicted from it, and from acceptance on other prompts, leaves the measured
 one, and why.
+
+    python eval/speedup.py --prompts=question.jsonl --arms=ngram,model:draft@4
+    python eval/speedup.py --target=MODEL --prompts=question.jsonl
+
+With prompts, of which `specjax.prompts` says how they may look, ways to draft
+are measured task by task, behind each prompt by itself; `tasks.json` and
+`tasks.png` go into the run. `--target` is a model that was trained elsewhere,
+which becomes the target of a run of its own; see configs/pretrained.py.
 """
 
 import itertools
+import sys
 import time
+from pathlib import Path
 
+import by_task
 import rich.box
 import rich.console
 import rich.table
@@ -38,12 +49,27 @@ from specjax.workspace import Workspace
 DRAFT = flags.DEFINE_string(
   'draft', 'draft', "the draft's folder in the run; untrained: a bad one"
 )
+PROMPTS = flags.DEFINE_string('prompts', None, 'file of prompts, by task')
+ARMS = flags.DEFINE_list(
+  'arms', ['ngram'], 'with --prompts: kind:draft@size, .. to measure'
+)
+COUNT = flags.DEFINE_integer('count', 8, 'with --prompts: of each task')
+TARGET = flags.DEFINE_string(
+  'target', None, 'a model: a folder, .gguf or name on the hub'
+)
 
 
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
+  if TARGET.value:
+    workspace = Workspace.create(folder, config)
+    workspace.adopt_target()
   workspace = Workspace.look_at(folder, config)
+  if PROMPTS.value:
+    if COUNT.value < 1:
+      raise ValueError(f'--count is {COUNT.value}: at least 1')
+    return by_task.measure(workspace, PROMPTS.value, ARMS.value, COUNT.value)
   report = measure(workspace, DRAFT.value)
   runs.write_json(folder / 'speedup.json', runs.portable(report))
   pictures = draw(workspace, DRAFT.value, report)
@@ -411,5 +437,25 @@ def percent(share) -> str:
   return 'unknown' if share is None else f'{share:.1%}'
 
 
+def with_target(argv):
+  """The arguments, `--target=MODEL` written in full.
+
+  The model is that of a run that is named like it.
+  """
+  models = [a.partition('=')[2] for a in argv if a.startswith('--target=')]
+  if not models:
+    return argv
+  page = Path(__file__).parents[1] / 'configs' / 'pretrained.py'
+  name = Path(models[-1]).name.removesuffix('.gguf').removesuffix('.bin')
+  return [
+    argv[0],
+    f'--config={page}',
+    f'--workdir=runs/{name}',
+    f'--config.target.path={models[-1]}',
+    *argv[1:],  # which may say otherwise
+  ]
+
+
 if __name__ == '__main__':
+  sys.argv = with_target(sys.argv)
   experiment.app(main)

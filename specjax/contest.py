@@ -244,6 +244,7 @@ class Contest:
     groups: Sequence[Prompts],
     max_new_tokens: int,
     temperature: float,
+    room: int = 0,
     done: Callable[[], Any] = lambda: None,
   ):
     """Prefills; then `lowered`, `compiled` and `run`.
@@ -253,10 +254,11 @@ class Contest:
       drafters: by name.
       rules: by name.
       arms: which of them go together.
-      groups: prompts to be decoded together, groups of one size, all of one
-        length.
+      groups: prompts to be decoded together, groups of one size. If they differ
+        in length, `room` must hold all of them.
       max_new_tokens: of every row.
       temperature: of target and drafts.
+      room: tokens that buffers hold at least.
       done: called after each drafter.
     """
     self.batch = len(groups[0])
@@ -270,7 +272,7 @@ class Contest:
       for name, rule in {'rejection': verify.rejection, **rules}.items()
     }
     self._arms = [PLAIN, *arms]
-    self._prompt_length = [len(prompt) for prompt in groups[0]]
+    self._prompt_lengths = [[len(prompt) for prompt in g] for g in groups]
     self._programs: dict[Hashable, jax.stages.Compiled] = {}
     self._trees = {
       name: decode.shapes(target, drafter).parents is not None
@@ -285,6 +287,7 @@ class Contest:
           group,
           key=jax.random.fold_in(jax.random.key(0), i),
           max_new_tokens=max_new_tokens,
+          room=room,
         )
         for i, group in enumerate(groups)
       ]
@@ -355,9 +358,9 @@ class Contest:
       A row for each arm with a draft: what `sweep.measured` says; `drafter`,
       `rule`, `temperature`, `batch`; `nodes` that the target scores for a row
       in a round, and whether they are a `tree`; `acceptance`, the share of
-      tested tokens that passed; `draft_cost`, the drafting of a round in plain
-      rounds; `mismatches`, of temperature 0: where the text leaves that of
-      plain decoding.
+      `tested` tokens that `passed`; `draft_cost`, the drafting of a round in
+      plain rounds; `mismatches`, of temperature 0: where the text leaves that
+      of plain decoding.
     """
     calls = {
       arm: [self._decoding(arm, state) for state in self._states[arm.drafter]]
@@ -370,7 +373,10 @@ class Contest:
     self.seconds = {arm: seconds[arm] for arm in self._arms}
     self.results = {
       arm: [
-        generation.finish(state, self._prompt_length) for state in states[arm]
+        generation.finish(state, lengths)
+        for state, lengths in zip(
+          states[arm], self._prompt_lengths, strict=True
+        )
       ]
       for arm in self._arms
     }
@@ -416,6 +422,8 @@ class Contest:
       'batch': self.batch,
       'nodes': nodes,
       'tree': self._trees[arm.drafter],
+      'tested': tested,
+      'passed': passed,
       'acceptance': passed / tested if tested else None,
       'draft_cost': drafting,
       'mismatches': mismatches,
@@ -426,7 +434,8 @@ class Contest:
     """The name of the program of an arm, or of a drafter alone."""
     drafter = self._drafters[getattr(what, 'drafter', what)]
     structure = jax.tree.structure((self._target, drafter))
-    return what, self.batch, structure
+    size = self._states[PLAIN.drafter][0].tokens.shape
+    return what, size, structure
 
   def _decoding(self, arm, state):
     """A call that has nothing left to do on the host."""

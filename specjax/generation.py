@@ -110,8 +110,13 @@ def start(
   max_new_tokens: int | Sequence[int],
   min_new_tokens: int | Sequence[int] = 0,
   controller: DraftLength = FIXED,
+  room: int = 0,
 ) -> decode.DecodeState:
-  """Checks the prompts and prefills; see `generate`."""
+  """Checks the prompts and prefills; see `generate`.
+
+  Buffers have `room` for so many tokens at least, so that prompts of several
+  lengths may share a program.
+  """
   length = np.array([len(p) for p in prompts], np.int32)
   if not len(length):
     raise ValueError('there are no prompts: give at least one')
@@ -127,7 +132,7 @@ def start(
       f'max_new_tokens is {max_new_tokens} and min_new_tokens'
       f' {min_new_tokens}: neither may be negative'
     )
-  size = -(-int((length + new).max()) // BUCKET) * BUCKET
+  size = -(-max(room, int((length + new).max())) // BUCKET) * BUCKET
   tokens = np.zeros((len(length), size), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
     row[: len(prompt)] = prompt

@@ -286,6 +286,63 @@ def contest(
   return save_figure(figure, path, handles)
 
 
+def by_task(
+  path: Path,
+  rows: Iterable[Mapping[str, Any]],
+  title: str = 'Speedup over plain decoding, by task',
+) -> pathlib.Path:
+  """Speedup of ways to draft, a panel per temperature and a group per task.
+
+  Args:
+    path: the PNG to write.
+    rows: with `task`, `drafter`, `temperature`, `speedup`, `speedup_min` and
+      `speedup_max`.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = list(rows)
+  tasks, names, cases = (
+    list(dict.fromkeys(row[key] for row in rows))
+    for key in ('task', 'drafter', 'temperature')
+  )
+  figure = new_figure(title, width=10, height=3.6 * len(cases) + 0.5)
+  panels = figure.subplots(len(cases), 1, squeeze=False).ravel()
+  width = 0.8 / len(names)
+  for panel, t in zip(panels, sorted(cases), strict=True):
+    panel.axhline(1, color=GREY, linewidth=1)
+    for i, name in enumerate(names):
+      own = {
+        row['task']: row
+        for row in rows
+        if (row['drafter'], row['temperature']) == (name, t)
+      }
+      places = [
+        at + width * (i - (len(names) - 1) / 2) for at in range(len(tasks))
+      ]
+      values = [own[task]['speedup'] for task in tasks]
+      spread = [
+        [abs(own[task][key] - own[task]['speedup']) for task in tasks]
+        for key in ('speedup_min', 'speedup_max')
+      ]
+      panel.bar(
+        places,
+        values,
+        width * 0.9,
+        yerr=spread,
+        color=_COLOURS[i % len(_COLOURS)],
+        alpha=1 if i < len(_COLOURS) else 0.5,
+        label=name,
+        error_kw={'elinewidth': 0.8, 'ecolor': GREY},
+      )
+    label_axes(panel, f'T = {t:g}', '')
+    panel.set_ylabel('speedup over plain (×)')
+    panel.set_xticks(range(len(tasks)), tasks)
+  handles, _ = panels[0].get_legend_handles_labels()
+  return save_figure(figure, path, handles)
+
+
 def draft_size(
   path: Path,
   sizes: Iterable[Mapping[str, Any]],

@@ -80,7 +80,13 @@ _ADOPTED = (
   'document_end',
   'sha256',
 )
-_MAY_BE_EMPTY = 'controllers', 'betas', 'contrastive_arms', 'taps'
+_MAY_BE_EMPTY = (
+  'controllers',
+  'betas',
+  'contrastive_arms',
+  'taps',
+  'target_layers',
+)
 _WEIGHTS = ('kl_weight',)  # which may be infinite
 
 
