@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 
-# Compiled programs are kept between runs: the tests take a fraction of the time.
-RUN = JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cache/jax" \
+# Compiled programs are kept, for other checkouts too: the tests take a fraction
+# of the time.
+RUN = JAX_COMPILATION_CACHE_DIR="$${XDG_CACHE_HOME:-$$HOME/.cache}/specjax/jax" \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 $(VENV)/bin/python
 
 # A few arms of the sweep; without this it takes a quarter of an hour.
@@ -41,7 +42,7 @@ lint: $(STAMP) ## check style and formatting
 	$(VENV)/bin/ruff format --check .
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) "$${XDG_CACHE_HOME:-$$HOME/.cache}/specjax/jax" .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stamp comes last: an install that was interrupted is done again.

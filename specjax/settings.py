@@ -135,6 +135,11 @@ def check(config: Mapping[str, Any]) -> None:
         f'draft.vocab_size is {count}: it must be at most corpus.vocab_size,'
         f' which is {corpus["vocab_size"]}'
       )
+    if config['draft'].get('path') and config['draft'].get('target_layers'):
+      raise ValueError(
+        'draft.path and draft.target_layers both say what the draft begins as:'
+        ' leave one empty'
+      )
   if 'data' in config:
     _check_data(config)
   if 'loss' in config and config['loss']['lookahead']:

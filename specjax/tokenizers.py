@@ -417,9 +417,15 @@ class Pretrained(Tokenizer):
     environment.filters['tojson'] = functools.partial(
       json.dumps, ensure_ascii=False
     )
-    text = environment.from_string(self.template).render(
-      messages=list(messages), add_generation_prompt=True, **self.names
-    )
+    jinja = extras.require('jinja2', 'hf')
+    try:
+      text = environment.from_string(self.template).render(
+        messages=list(messages), add_generation_prompt=True, **self.names
+      )
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(f'the chat template is no Jinja: {error}') from error
+    except jinja.TemplateError as error:
+      raise ValueError(f'the chat template fails: {error}') from error
     return self.encode_special(text)
 
 

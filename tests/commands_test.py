@@ -2,6 +2,7 @@
 
 import json
 
+import hf_files
 import llama2c_files
 import numpy as np
 import pytest
@@ -29,6 +30,12 @@ def model(folder):
   return folder / 'model.bin'
 
 
+def chat_model(folder):
+  """A target with special tokens."""
+  hf_files.model(folder / 'model')
+  return folder / 'model'
+
+
 def text(folder, name):
   """Text that a page asks for."""
   path = folder / f'{name}.txt'
@@ -47,7 +54,10 @@ WANTED = {
 def given(page, folder):
   """The flags that a page cannot do without."""
   config = experiment.load(scripts.ROOT / 'configs' / f'{page}:tiny')
-  for key, make in WANTED.items():
+  wanted = {**WANTED}
+  if config.target.get('document_start'):
+    wanted['target.path'] = chat_model
+  for key, make in wanted.items():
     section, name = key.split('.')
     if config[section][name] is None:
       yield f'--config.{key}={make(folder)}'
