@@ -228,7 +228,12 @@ def test_transformers_takes_an_export_as_its_assistant(tmp_path):
   prompt = torch.tensor([ids])
   plain, assisted = (
     target.generate(
-      prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, **more
+      prompt,
+      attention_mask=torch.ones_like(prompt),
+      max_new_tokens=24,
+      do_sample=False,
+      eos_token_id=None,
+      **more,
     )
     for more in ({}, {'assistant_model': draft})
   )
