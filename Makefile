@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
 # Compiled programs are kept, for other checkouts too: the tests take a fraction
@@ -53,7 +54,7 @@ $(STAMP): pyproject.toml
 	@echo "installing into $(VENV) (once, a minute or two) ..."
 	@rm -f $@ && mkdir -p $(VENV)
 	@{ $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install \
-		--disable-pip-version-check --editable '.[dev]'; } \
+		--disable-pip-version-check --editable '.[$(EXTRAS)]'; } \
 		> $(VENV)/install.log 2>&1 || { \
 		grep -v 'already satisfied' $(VENV)/install.log | tail -n 15 >&2; \
 		echo "make: the install failed; all of it is in $(VENV)/install.log" >&2; exit 1; }

@@ -5,7 +5,7 @@
 One step is the target's pass and an update of the draft, on windows of random
 tokens; nothing is trained and nothing written. Its multiplications are counted
 and compared with what the machine does at best, in one large product. Where
-PyTorch is installed (`pip install '.[peers]'`), the same step is timed there in
+PyTorch is installed (`pip install '.[torch]'`), the same step is timed there in
 eager mode, in turns with ours, from the same weights; that both compute the
 same loss is checked first.
 """
@@ -77,7 +77,7 @@ def main(config, folder):
         f'the same step has a loss of {first[0]} here and {first[1]} in PyTorch'
       )
   else:
-    print("PyTorch is not installed (pip install '.[peers]'): timed alone")
+    print("PyTorch is not installed (pip install '.[torch]'): timed alone")
   for call in arms.values():
     jax.block_until_ready(call())
   seconds, _ = timing.alternate(
