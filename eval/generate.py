@@ -75,13 +75,12 @@ def main(config, folder):
   for flag, key in (
     (TOKENS, 'max_new_tokens'),
     (TEMPERATURE, 'temperature'),
-    (K, 'k'),
     (DRAFT_LENGTH, 'draft_length'),
   ):
     if flag.value is not None:
       config['decode'][key] = flag.value
   warp = warps.temperature(config['decode']['temperature'])
-  workspace = Workspace.look_at(folder, config)
+  workspace = Workspace.look_at(folder, config, k=K.value)
   console = rich.console.Console(highlight=False)
   coloured = console.color_system is not None and not console.no_color
   write = paint if coloured else plain

@@ -88,7 +88,6 @@ def main(config, folder):
   config = config.to_dict()
   for flag, key in (
     (TEMPERATURE, 'temperature'),
-    (K, 'k'),
     (DRAFT_LENGTH, 'draft_length'),
     (VERIFY, 'verify'),
   ):
@@ -96,7 +95,7 @@ def main(config, folder):
       config['decode'][key] = flag.value
   check()
   rule = verify.find(config['decode']['verify'])
-  workspace = Workspace.look_at(folder, config)
+  workspace = Workspace.look_at(folder, config, k=K.value)
   report, transforms = measure(workspace, rule)
   runs.write_json(folder / 'losslessness.json', runs.portable(report))
   picture = plots.losslessness(

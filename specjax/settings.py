@@ -126,6 +126,14 @@ def check(config: Mapping[str, Any]) -> None:
     k = config['decode']['k'] if 'decode' in config else 1
     drafter = _build(config['draft'], k, config.get('target'))
     unroll = getattr(drafter, 'unroll', 1)
+    horizons = max(unroll, len(getattr(drafter, 'heads', ())))
+    lookahead = config.get('loss', {}).get('lookahead', 0)
+    if lookahead and horizons > 1:
+      raise ValueError(
+        f'loss.lookahead is {lookahead} and draft.drafter'
+        f' {config["draft"]["drafter"]!r} has {horizons} horizons: a lookahead'
+        ' is along a text, for one horizon; set it to 0'
+      )
     count = config['draft'].get('vocab_size', 0)
     corpus = config.get('corpus', {})
     if config.get('target', {}).get('path'):

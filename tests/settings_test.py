@@ -234,6 +234,9 @@ def test_a_lookahead_is_along_what_passes():
   for name in ('neg_log_acceptance', 'specjax.losses:neg_log_acceptance'):
     config['loss']['divergence'] = name
     settings.check(config)
+  config['draft'] |= {'drafter': 'medusa', 'medusa': {'heads': 3}}
+  with pytest.raises(ValueError, match="'medusa' has 3 horizons"):
+    settings.check(config)
 
 
 def test_a_draft_fits_in_the_texts_that_it_is_measured_on():

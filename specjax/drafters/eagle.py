@@ -333,7 +333,7 @@ class EagleTree(Eagle):
 
   Attributes:
     nodes: how many are proposed, at most.
-    beam: how many are expanded at each depth.
+    beam: how many are expanded at each depth, at most the vocabulary.
   """
 
   nodes: int = dataclasses.field(default=8, metadata={'static': True})
@@ -345,20 +345,6 @@ class EagleTree(Eagle):
     for name in ('nodes', 'beam'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} is {getattr(self, name)}: at least 1')
-
-  def init(self, target, batch, size):
-    """Nothing read yet; see `Eagle.init`.
-
-    Raises:
-      ValueError: if a node can have fewer children than are asked for.
-    """
-    vocab = len(self.vocabulary) or target.vocab_size
-    if self.beam > vocab:
-      raise ValueError(
-        f'beam is {self.beam}: the draft knows {vocab} tokens, and no node has'
-        ' more children'
-      )
-    return super().init(target, batch, size)
 
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """The tree, which is not drawn but searched for."""
@@ -388,7 +374,8 @@ class EagleTree(Eagle):
     Returns:
       Tokens and values `[B, C]`, and parents `[B, C]` among them, or -1.
     """
-    batch, w = len(length), self.beam
+    vocab = len(self.vocabulary) or target.vocab_size
+    batch, w = len(length), min(self.beam, vocab)
 
     def expand(features, values):
       """Children `[B, W, w]` of W nodes."""
