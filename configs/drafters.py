@@ -35,11 +35,12 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   contest = config.drafters
   # By folder, the page and flags that train a draft which is missing.
   contest.pages = config_dict.ConfigDict()
-  contest.pages.draft = 'configs/stdlib.py'
-  contest.pages.medusa = 'configs/heads.py'
-  contest.pages.blockwise = 'configs/heads.py --config.draft.drafter=blockwise'
-  contest.pages.eagle = 'configs/eagle.py'
-  contest.pages.exit = f'configs/early_exit.py {AS_LONG}'
+  suffix = f':{variant}' if variant else ''
+  contest.pages.draft = f'configs/stdlib.py{suffix}'
+  contest.pages.medusa = heads = f'configs/heads.py{suffix}'
+  contest.pages.blockwise = f'{heads} --config.draft.drafter=blockwise'
+  contest.pages.eagle = f'configs/eagle.py{suffix}'
+  contest.pages.exit = f'configs/early_exit.py{suffix} {AS_LONG}'
   if variant != 'tiny':
     config.decode.k = 4  # as many as there are heads
     contest.arms = (

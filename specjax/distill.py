@@ -162,7 +162,7 @@ def measure(
   def position(own, theirs, labels):
     q, p = drafter.unembed(target, own), target.unembed(theirs)
     log_q, log_p = jax.nn.log_softmax(warp(q)), jax.nn.log_softmax(warp(p))
-    pinsker, huber = metrics.floors(metrics.whole_kl(log_p, log_q))
+    pinsker, huber = metrics.floors(metrics.kl(log_p, log_q))
     raw_q, raw_p = jax.nn.log_softmax(q), jax.nn.log_softmax(p)
     return {
       'acceptance': metrics.acceptance(log_p, log_q),

@@ -86,7 +86,8 @@ def app(
     return list(argv[:1])
 
   def run(_: Sequence[str]) -> int | None:
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every file it opens
+    # Orbax reports every file it opens, and at length what we say in a line.
+    logging.set_verbosity(logging.FATAL)
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
       config = override(load(source), overrides)

@@ -23,19 +23,26 @@ def atomic(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
   Yields:
     The file to write to.
+
+  Raises:
+    OSError: it cannot be written, as on a full disk; what stood there still
+      does.
   """
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
   # In the same folder, because a rename is atomic only within a filesystem.
   partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
   try:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, 'wb') as file:
       yield file
       file.flush()
       os.fsync(file.fileno())
     os.replace(partial, path)
+  except OSError as error:
+    raise OSError(f'{path} could not be written ({error})') from error
   finally:
-    partial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # what went wrong before is told
+      partial.unlink()
 
 
 def sha256(*paths: str | os.PathLike) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -63,9 +64,14 @@ class Logger:
     """Opens nothing: the log is open."""
     return self
 
-  def __exit__(self, *_) -> None:
-    """Closes the files."""
-    self.close()
+  def __exit__(self, kind, error, where) -> None:
+    """Closes the files; what went wrong before is not hidden by what does now.
+
+    On a full disk the events cannot be written either.
+    """
+    del error, where
+    with contextlib.suppress(*([OSError] if kind else [])):
+      self.close()
 
   def _event(self, line: dict[str, float]) -> None:
     for name, value in line.items():

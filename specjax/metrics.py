@@ -60,7 +60,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
-from specjax import decode, losses
+from specjax import decode
 from specjax.types import Array
 
 if TYPE_CHECKING:
@@ -85,11 +85,6 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def kl(log_p: Array, log_q: Array) -> Array:
-  """KL(p || q) in nats, `[..., V]` twice to `[...]`; `losses.forward_kl`."""
-  return losses.forward_kl(log_q, log_p)
-
-
-def whole_kl(log_p: Array, log_q: Array) -> Array:
   """KL(p || q) in nats of whole laws: inf where p > 0 = q.
 
   Args:
@@ -108,7 +103,7 @@ def floors(kl: Array) -> tuple[Array, Array]:
   """What the acceptance rate cannot fall below at a KL, either way round.
 
   Args:
-    kl: nats, of whole laws; `whole_kl`.
+    kl: nats, of whole laws; `kl`.
 
   Returns:
     1 - √(KL / 2), or 0 if that is negative (Pinsker), and 1 - √(1 - e^(-KL))

@@ -167,7 +167,7 @@ def batches(
     workspace: the run.
     target: its target.
     name: the draft's folder in the run; what is written for it is kept in
-      `written/<name>/`.
+      `written/<name>/`, and what the target writes alone in `written/`.
 
   Returns:
     `batches(step, drafter)`, as `training.fit` takes it.
@@ -187,10 +187,13 @@ def batches(
       window=config['corpus']['window'],
       seed=c['seed'],
       folder=workspace.folder / 'written' / name,
+      shared=workspace.folder / 'written',
       log=workspace.folder / 'logs' / 'written' / name / source,
       made_from={
         'corpus': workspace.corpus.hash,
         'tokenizer': workspace.tokenizer.hash,
+      },
+      draft_from={
         'k': config['decode']['k'],
         # How a draft is scored does not change what it learns from.
         'config': {key: made[key] for key in DRAFT_SECTIONS},

@@ -23,6 +23,7 @@ from specjax import (
   products,
   runs,
   sources,
+  tokenizers,
   verify,
 )
 from specjax.models.transformer import TransformerConfig
@@ -138,10 +139,13 @@ def check(config: Mapping[str, Any]) -> None:
     corpus = config.get('corpus', {})
     if config.get('target', {}).get('path'):
       corpus = {}  # whose tokenizer is not used
-    if corpus.get('tokenizer') == 'bpe' and count > corpus['vocab_size']:
+    most = corpus.get('vocab_size', count)
+    if corpus.get('tokenizer') == 'bytes':
+      most = tokenizers.Bytes().vocab_size
+    if count > most:
       raise ValueError(
-        f'draft.vocab_size is {count}: it must be at most corpus.vocab_size,'
-        f' which is {corpus["vocab_size"]}'
+        f'draft.vocab_size is {count}: the tokenizer of corpus.tokenizer has'
+        f' {most} tokens'
       )
     if config['draft'].get('path') and config['draft'].get('target_layers'):
       raise ValueError(

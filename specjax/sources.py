@@ -18,6 +18,7 @@ no longer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import time
@@ -134,7 +135,9 @@ class Written:
 
   At `folder/step<n>-<name>.npz` is the text and beside it, as JSON, what it was
   made from. If that is not what would be written now, then at the step itself,
-  whose model is at hand, it is written again, and later it is refused.
+  whose model is at hand, it is written again, and later it is refused. What the
+  target writes at step 0 no draft has a part in, so it lies in `shared`, and
+  other drafts learn on it too.
   """
 
   def __init__(
@@ -149,8 +152,10 @@ class Written:
     window: int,
     seed: int,
     folder: Path,
+    shared: Path,
     log: Path,
     made_from: Mapping[str, Any],
+    draft_from: Mapping[str, Any],
   ):
     """Describes what is written.
 
@@ -163,17 +168,20 @@ class Written:
       writing: how much, and how often.
       window: `T`, tokens of a row, into which sequences are packed.
       seed: of prompts, draws and order.
-      folder: where the text is kept.
+      folder: where text that a draft has a part in is kept.
+      shared: where the target's own is.
       log: of tokens per round and seconds by step, without a suffix.
       made_from: what else the text depends on, as JSON.
+      draft_from: what the draft depends on, as JSON.
     """
     self._name, self._by, self._target = name, by, target
     self._ids, self._eos_id, self._writing = ids, eos_id, writing
     self._window, self._seed = window, (seed, zlib.crc32(name.encode()))
-    self._folder, self._log = Path(folder), Path(log)
-    own = {'source': name, 'seed': seed, 'window': window, **writing._asdict()}
+    self._folder, self._shared, self._log = map(Path, (folder, shared, log))
+    own = {'source': name, 'seed': seed, **writing._asdict()}
     own = {**own, 'target': texts.fingerprint(target), **made_from}
     self._made_from = json.loads(json.dumps(own))
+    self._draft_from = json.loads(json.dumps({'window': window, **draft_from}))
     self._since = self._rows = None
 
   def __call__(self, step: int, model: Drafter) -> tuple[Sequence[Batch], int]:
@@ -197,10 +205,17 @@ class Written:
   def _kept_or_written(
     self, since: int, model: Drafter, at_hand: bool
   ) -> texts.Text:
-    path = self._folder / f'step{since}-{self._name}.npz'
-    made_from = {**self._made_from, 'step': since}
-    if at_hand:
-      made_from['draft'] = texts.fingerprint(model)
+    if since == 0 and self._by is by_target:
+      at_hand = True
+      made_from = {**self._made_from, 'refresh': None}
+      spelt = json.dumps(made_from, sort_keys=True).encode()
+      name = f'{hashlib.sha256(spelt).hexdigest()[:16]}-{self._name}.npz'
+      path = self._shared / name
+    else:
+      path = self._folder / f'step{since}-{self._name}.npz'
+      made_from = {**self._made_from, **self._draft_from, 'step': since}
+      if at_hand:
+        made_from['draft'] = texts.fingerprint(model)
     try:
       return texts.load_made(path, made_from)
     except (OSError, ValueError) as error:

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 
 import pytest
@@ -25,3 +26,16 @@ def test_the_hash_of_a_file_is_that_of_its_bytes(tmp_path):
   assert files.sha256(tmp_path / 'file') == wanted
   with pytest.raises(FileNotFoundError, match='there is no file'):
     files.sha256(tmp_path / 'none')
+
+
+def test_a_disk_without_room_is_one_clear_line(tmp_path):
+  path = tmp_path / 'file'
+  path.write_bytes(b'first')
+  with pytest.raises(OSError, match='file could not be written .*No space'):
+    with files.atomic(path):
+      raise OSError(errno.ENOSPC, 'No space left on device')
+  assert path.read_bytes() == b'first'
+  assert list(tmp_path.iterdir()) == [path]
+  with pytest.raises(OSError, match='file/below could not be written'):
+    with files.atomic(path / 'below'):
+      pass

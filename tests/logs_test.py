@@ -145,3 +145,19 @@ def test_a_bar_within_another_is_drawn_on_the_same_console(monkeypatch):
   text = file.getvalue()
   assert 'inner' in text and text.rindex('outer') > text.rindex('inner')
   assert '3/3' in text and '2/2' in text
+
+
+def test_what_went_wrong_is_not_hidden_by_closing_the_log(
+  tmp_path, monkeypatch
+):
+  def full():
+    raise OSError('No space left on device')
+
+  logger = logs.Logger(tmp_path / 'train')
+  close = logger.close
+  monkeypatch.setattr(logger, 'close', full)
+  with pytest.raises(ValueError, match='first'), logger:
+    raise ValueError('first')
+  with pytest.raises(OSError, match='No space'), logger:
+    pass
+  close()

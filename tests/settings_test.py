@@ -227,6 +227,14 @@ def test_text_is_as_warm_as_decoding_unless_it_is_said():
   assert temperatures('--config.data.temperature=0.5') == (1.0, 0.5)
 
 
+def test_a_draft_of_more_tokens_than_there_are_is_refused():
+  config = changed('corpus.tokenizer', 'bytes')
+  config['draft'] |= {'drafter': 'eagle', 'eagle': {'unroll': 2}}
+  settings.check(config | {'draft': {**config['draft'], 'vocab_size': 257}})
+  with pytest.raises(ValueError, match='is 258: .* has 257 tokens'):
+    settings.check(config | {'draft': {**config['draft'], 'vocab_size': 258}})
+
+
 def test_a_lookahead_is_along_what_passes():
   config = changed('loss.lookahead', 2)
   with pytest.raises(ValueError, match="for 'neg_log_acceptance'"):

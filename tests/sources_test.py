@@ -53,8 +53,10 @@ def written(folder, name='target', by=sources.by_target, ids=None, **changes):
     window=WINDOW,
     seed=3,
     folder=folder,
+    shared=folder / 'shared',
     log=folder / 'log' / name,
-    made_from={'k': 2, 'weight': float('inf')},
+    made_from={'corpus': 'x'},
+    draft_from={'k': 2, 'weight': float('inf')},
   )
 
 
@@ -231,24 +233,38 @@ def test_what_is_kept_is_used_at_its_step_only_if_it_would_be_written_again(
   tmp_path,
 ):
   source = written(tmp_path)
-  rows = source(0, draft())[0][0]
+  rows = source(3, draft())[0][0]
   first = stamp(tmp_path)
-  assert set(first) == {'step0-target.npz', 'step0-target.json'}
-  assert_same(written(tmp_path)(0, draft())[0][0], rows)
+  assert set(first) == {'step3-target.npz', 'step3-target.json'}
+  assert_same(written(tmp_path)(3, draft())[0][0], rows)
   assert stamp(tmp_path) == first
-  record = json.loads((tmp_path / 'step0-target.json').read_text())
+  record = json.loads((tmp_path / 'step3-target.json').read_text())
   assert record['made_from']['draft'] == texts.fingerprint(draft())
   assert record['made_from']['target'] == texts.fingerprint(TARGET)
   # Another draft, or other text, is another generation.
-  written(tmp_path)(0, draft(1))
+  written(tmp_path)(3, draft(1))
   second = stamp(tmp_path)
-  assert second['step0-target.npz'] != first['step0-target.npz']
-  other = written(tmp_path, tokens=2)(0, draft(1))[0][0]
-  assert stamp(tmp_path)['step0-target.npz'] != second['step0-target.npz']
+  assert second['step3-target.npz'] != first['step3-target.npz']
+  other = written(tmp_path, tokens=2)(3, draft(1))[0][0]
+  assert stamp(tmp_path)['step3-target.npz'] != second['step3-target.npz']
   assert (np.bincount(other.segments)[1:] <= 4).all()
   # And what is damaged is none.
-  (tmp_path / 'step0-target.npz').write_bytes(b'')
-  assert_same(written(tmp_path)(0, draft())[0][0], rows)
+  (tmp_path / 'step3-target.npz').write_bytes(b'')
+  assert_same(written(tmp_path)(3, draft())[0][0], rows)
+
+
+def test_what_the_target_writes_alone_serves_every_draft(tmp_path):
+  rows = written(tmp_path / 'a')(0, draft())[0]
+  kept = {*(tmp_path / 'a' / 'shared').iterdir()}
+  assert len(kept) == 2 and not stamp(tmp_path / 'a')
+  before = {path: path.stat().st_mtime_ns for path in kept}
+  other = written(tmp_path / 'a', refresh=5)
+  other._draft_from = {'k': 4}
+  # In the middle of it too: no draft has to be at hand.
+  assert_same(other(4, draft(7))[0][0], rows[0])
+  assert before == {path: path.stat().st_mtime_ns for path in kept}
+  written(tmp_path / 'a', tokens=2)(0, draft())
+  assert len({*(tmp_path / 'a' / 'shared').iterdir()}) == 4
 
 
 def test_what_cannot_be_written_again_is_refused(tmp_path):
@@ -284,9 +300,10 @@ def test_a_better_draft_takes_fewer_rounds_and_the_log_says_so(tmp_path):
 
 def test_all_generations_share_their_programs(tmp_path):
   batches = mixture(tmp_path)
-  batches(0, draft())
+  batches(0, draft())  # the target alone
+  batches(3, draft(3))
   programs = generation.advance._cache_size(), generation._prefill._cache_size()
-  for step in (3, 6):
+  for step in (6, 9):
     # An update by way of a restored target ties its results to a device.
     batches(step, jax.device_put(draft(step), jax.devices()[0]))
   assert programs == (

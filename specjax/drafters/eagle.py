@@ -451,7 +451,7 @@ def build(config, target, rngs) -> Eagle:
   if unroll is None or unroll < config['k']:
     raise ValueError(
       f'draft.eagle.unroll is {unroll}, and the draft length {config["k"]}: a'
-      ' draft is trained and measured as far as it is unrolled'
+      ' draft is trained as far as it is unrolled'
     )
   for tap in taps:
     if not -1 <= tap < target.layers:
