@@ -27,7 +27,6 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   tiny = variant == 'tiny'
   config.workdir = 'runs/pretrained-tiny' if tiny else 'runs/pretrained'
 
-  config.corpus.name = 'stdlib'
   config.target = target = config_dict.ConfigDict()
   target.path = config_dict.placeholder(str)
   target.tokenizer_path = ''  # in the folder or the file, or beside it

@@ -17,26 +17,23 @@ import runpy
 
 from ml_collections import config_dict
 
-STDLIB = runpy.run_path(str(pathlib.Path(__file__).with_name('stdlib.py')))
+PAGE = pathlib.Path(__file__).with_name('pretrained.py')
+PRETRAINED = runpy.run_path(str(PAGE))
 
 
 def get_config(variant: str = '') -> config_dict.ConfigDict:
   """The configuration; `variant` is '' or 'tiny'."""
-  config = STDLIB['get_config'](variant)
+  config = PRETRAINED['get_config'](variant)
   tiny = variant == 'tiny'
   config.workdir = 'runs/smollm2-tiny' if tiny else 'runs/smollm2'
 
   config.corpus.name = 'none'
-  config.target = target = config_dict.ConfigDict()
-  target.path = config_dict.placeholder(str)
-  target.tokenizer_path = ''
+  target = config.target
   target.document_start = (
     '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained'
     ' by Hugging Face<|im_end|>\n<|im_start|>user\n'
   )
   target.document_end = '<|endoftext|>'  # <|im_end|> ends each side's words
-  target.dtype = 'float32'
-  del config.pretrain
 
   draft = config.draft
   draft.drafter = 'eagle'
@@ -49,12 +46,14 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
 
   data, distill = config.data, config.distill
   data.corpus, data.target = 0.0, 1.0
+  if tiny:
+    target.document_start = '<|im_start|>'
   for section in (data, config.validation, config.decode):
-    section.prompt_length = 24  # tokens of document_start
+    section.prompt_length = 1 if tiny else 24  # tokens of document_start
 
   config.loss.kl_weight = float('inf')  # the text is the target's own
   if not tiny:
-    data.tokens = 230  # with the first, a window
+    data.tokens = 230  # with the 24, nearly a window
     data.refresh, data.sequences = 1000, 800  # written once, read five times
     distill.steps, distill.warmup, distill.batch = 1000, 50, 4
     distill.learning_rate = 1e-3

@@ -6,31 +6,40 @@ import rich.box
 import rich.console
 import rich.table
 
-from specjax import benchmark, certify, contest, plots, prompts, runs
+from specjax import benchmark, certify, contest, plots, prompts, runs, verify
 
 
-def measure(workspace, path, arms, count):
+def parse(arms, k):
+  """Ways to draft of their texts; `k` is the size where none is said."""
+  return [contest.parse(text, k) for text in arms]
+
+
+def read(path, count):
+  """Up to `count` texts of each task in a file."""
+  if count < 1:
+    raise ValueError(f'--count is {count}: at least 1')
+  return prompts.by_task(prompts.load(path), count)
+
+
+def measure(workspace, texts, ways):
   """Measures, writes, prints.
 
   Args:
     workspace: the run.
-    path: of the prompts.
-    arms: ways to draft, as texts.
-    count: prompts of each task, at most.
+    texts: of prompts, by task.
+    ways: to draft.
 
   Returns:
-    The exit code: 1 if greedy text is not plain text.
+    The exit code: 1 if greedy text should be plain text and is not.
   """
   config = workspace.config
   decode, c = config['decode'], config['speedup']
-  ways = [contest.parse(text, decode['k']) for text in arms]
   missing = workspace.missing([name for way in ways for name in way.folders])
   if missing:
     raise FileNotFoundError(
       f'{workspace.folder} has no draft {", ".join(missing)}: train it, or'
       ' leave it out of --arms'
     )
-  texts = prompts.by_task(prompts.load(path), count)
   tokens = {
     task: [prompts.encode(text, workspace.tokenizer) for text in some]
     for task, some in texts.items()
@@ -46,32 +55,36 @@ def measure(workspace, path, arms, count):
   report = {
     'device': runs.device(),
     'versions': runs.versions(),
-    'prompts': str(path),
+    'lossy': verify.is_lossy(decode['verify']),
     'rows': rows,
     'config': config,
   }
   folder = workspace.folder
   runs.write_json(folder / 'tasks.json', runs.portable(report))
   picture = plots.by_task(folder / 'tasks.png', rows)
-  show(rows, decode['max_new_tokens'])
+  show(report)
   print('picture:', picture)
   print('numbers:', folder / 'tasks.json')
-  exact = config['target']['dtype'] == 'float32'
-  return 1 if exact and gap(rows) > certify.NEAR_TIE else 0
+  return 1 if is_lost(report) else 0
 
 
-def show(rows, tokens):
+def show(report):
   """Prints a table for each temperature."""
+  rows = report['rows']
+  tokens = report['config']['decode']['max_new_tokens']
   console = rich.console.Console(highlight=False)
   console.width = max(console.width, 96)
   ordered = sorted(rows, key=lambda row: row['temperature'])  # a stable sort
   for t, some in itertools.groupby(ordered, lambda row: row['temperature']):
-    console.print(f'\nT = {t:g}, batch 1, {tokens} tokens behind each prompt')
+    console.print(
+      f'\nT = {t:g}, batch 1, {tokens} tokens behind each prompt,'
+      ' whatever ends there'
+    )
     table = rich.table.Table(
       box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
     table.add_column('task', no_wrap=True)
-    for column in ('prompts', 'tokens each'):
+    for column in ('prompts', 'of tokens'):
       table.add_column(column, justify='right')
     table.add_column('drafter', no_wrap=True)
     for column in ('accepted', 'tokens/round', r'speedup \[min–max]'):
@@ -93,15 +106,25 @@ def show(rows, tokens):
           end_section=i + 1 == len(own),
         )
     console.print(table)
-  greedy = [row for row in rows if row['temperature'] == 0]
-  if greedy and not any(row['mismatches'] for row in greedy):
-    print('greedy text is identical to plain decoding, in every arm')
-  elif greedy:
-    tie = 'a near-tie' if gap(rows) <= certify.NEAR_TIE else 'NOT LOSSLESS'
-    print(
-      'greedy text leaves plain decoding; the two highest logits there differ'
-      f' by at most {gap(rows):.2g}: {tie}'
-    )
+  if report['lossy']:
+    name = report['config']['decode']['verify']
+    print(f'LOSSY: {name} does not keep the law of the target')
+  elif 0 in [row['temperature'] for row in rows]:
+    said = 'greedy text is identical to plain decoding, in every arm'
+    if gap(rows):
+      said = (
+        'greedy text leaves plain decoding; the two highest logits there differ'
+        f' by at most {gap(rows):.2g}'
+        + (': NOT LOSSLESS' if is_lost(report) else ', a near-tie')
+      )
+    print(said)
+
+
+def is_lost(report):
+  """Whether greedy text differs by more than float32 rounds."""
+  exact = report['config']['target']['dtype'] == 'float32'
+  lossy = report['lossy']
+  return exact and not lossy and gap(report['rows']) > certify.NEAR_TIE
 
 
 def gap(rows):

@@ -123,7 +123,7 @@ def generate(workspace: Workspace, warp, write):
     max_new_tokens=c['max_new_tokens'],
     controller=controller,
   )
-  eos = generation.end_ids(target, [*tokenizer.start, tokenizer.eos_id])
+  eos = generation.end_ids(target, tokenizer.end_ids)
   rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
   advance = generation.advance.lower(

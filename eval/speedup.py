@@ -62,14 +62,16 @@ TARGET = flags.DEFINE_string(
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
-  if TARGET.value:
-    workspace = Workspace.create(folder, config)
-    workspace.adopt_target()
-  workspace = Workspace.look_at(folder, config)
+  if TARGET.value and not PROMPTS.value:
+    raise ValueError('--target has no draft to measure but with --prompts')
   if PROMPTS.value:
-    if COUNT.value < 1:
-      raise ValueError(f'--count is {COUNT.value}: at least 1')
-    return by_task.measure(workspace, PROMPTS.value, ARMS.value, COUNT.value)
+    # All that may be wrong is read before a model is.
+    ways = by_task.parse(ARMS.value, config['decode']['k'])
+    texts = by_task.read(PROMPTS.value, COUNT.value)
+    if TARGET.value:
+      Workspace.create(folder, config).adopt_target()
+    return by_task.measure(Workspace.look_at(folder, config), texts, ways)
+  workspace = Workspace.look_at(folder, config)
   report = measure(workspace, DRAFT.value)
   runs.write_json(folder / 'speedup.json', runs.portable(report))
   pictures = draw(workspace, DRAFT.value, report)
@@ -442,11 +444,16 @@ def with_target(argv):
 
   The model is that of a run that is named like it.
   """
-  models = [a.partition('=')[2] for a in argv if a.startswith('--target=')]
+  joined = [
+    f'{name}={value}' if name == '--target' else name
+    for name, value in itertools.zip_longest(argv, argv[1:], fillvalue='')
+  ]
+  models = [a.partition('=')[2] for a in joined if a.startswith('--target=')]
   if not models:
     return argv
   page = Path(__file__).parents[1] / 'configs' / 'pretrained.py'
-  name = Path(models[-1]).name.removesuffix('.gguf').removesuffix('.bin')
+  name = Path(models[-1]).resolve().name
+  name = name.removesuffix('.gguf').removesuffix('.bin')
   return [
     argv[0],
     f'--config={page}',

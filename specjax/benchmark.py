@@ -14,7 +14,7 @@ from specjax.sweep import Prompts
 from specjax.workspace import Workspace
 
 ROOM = 256  # tokens: buffers come in multiples of it, one set of programs each
-ALL = 'all'  # the task that all of them are
+ALL = 'all tasks'
 
 
 def run(

@@ -279,7 +279,7 @@ def _fields(
 
 def _elements(key: str, given: tuple, default: tuple) -> tuple:
   """Gives elements the type of the default's, which absl does not look at."""
-  kind = type(default[0]) if default else str
+  kind = type(default[0]) if default else _whole_or_text
   # A tuple with `inf` in it arrives as one string.
   texts = ','.join(map(str, given)).strip('()[] ').split(',')
   try:
@@ -288,6 +288,11 @@ def _elements(key: str, given: tuple, default: tuple) -> tuple:
     raise ValueError(
       f'--config.{key}: {error}; it takes values of type {kind.__name__}'
     ) from error
+
+
+def _whole_or_text(text: str) -> int | str:
+  """What stands in a tuple that is empty on its page, as names or numbers."""
+  return int(text) if text.lstrip('-').isdecimal() else text
 
 
 def _tuples(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import pathlib
@@ -70,8 +69,11 @@ class Logger:
     On a full disk the events cannot be written either.
     """
     del error, where
-    with contextlib.suppress(*([OSError] if kind else [])):
+    try:
       self.close()
+    except OSError:
+      if not kind:
+        raise
 
   def _event(self, line: dict[str, float]) -> None:
     for name, value in line.items():

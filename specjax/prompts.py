@@ -12,10 +12,11 @@ import gzip
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specjax.tokenizers import Pretrained, Tokenizer
+from specjax.tokenizers import Tokenizer
 
 # The categories that Spec-Bench counts as one task.
 _MT_BENCH = (
@@ -63,7 +64,7 @@ def load(path: str | os.PathLike) -> list[Prompt]:
       for number, line in enumerate(file, 1):
         if line.strip():
           found.append(_parse(line, f'{path}, line {number}', path))
-  except (OSError, EOFError, UnicodeDecodeError) as error:
+  except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     raise ValueError(f'{path} cannot be read: {error}') from error
   if not found:
     raise ValueError(f'{path} has no prompts')
@@ -85,7 +86,7 @@ def by_task(prompts: Sequence[Prompt], count: int) -> dict[str, list[str]]:
 
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:
   """A question as its model wants it: as a chat where it has a template."""
-  if isinstance(tokenizer, Pretrained) and tokenizer.template:
+  if tokenizer.template:
     return tokenizer.chat([{'role': 'user', 'content': text}])
   return tokenizer.start + tokenizer.encode(text)
 
@@ -106,5 +107,6 @@ def _parse(line: str, where: str, path: pathlib.Path) -> Prompt:
       f' {" or ".join(_KEYS)}'
     )
   stem = path.name.removesuffix('.gz').removesuffix('.jsonl')
-  task = one.get('category') or one.get('task') or stem
-  return Prompt('mt_bench' if task in _MT_BENCH else task, text)
+  if key == 'turns' and one.get('category') in _MT_BENCH:
+    return Prompt('mt_bench', text)
+  return Prompt(str(one.get('category') or one.get('task') or stem), text)

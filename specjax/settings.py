@@ -147,6 +147,16 @@ def check(config: Mapping[str, Any]) -> None:
         f'draft.vocab_size is {count}: the tokenizer of corpus.tokenizer has'
         f' {most} tokens'
       )
+    for name in ('path', 'target_layers'):
+      if config['draft'].get(name):
+        require_language_model(
+          config['draft'], f'which begins as no model: leave draft.{name} empty'
+        )
+    layers = config['draft'].get('target_layers') or (0,)
+    if not all(isinstance(n, int) and n >= 0 for n in layers):
+      raise ValueError(
+        f'draft.target_layers is {layers}: it takes numbers from 0'
+      )
     if config['draft'].get('path') and config['draft'].get('target_layers'):
       raise ValueError(
         'draft.path and draft.target_layers both say what the draft begins as:'
@@ -300,15 +310,6 @@ def _check_without_text(config: Mapping[str, Any]) -> None:
     raise ValueError(
       f'{none}: data.corpus must be 0, and data.target or data.draft the rest'
     )
-  if config['target'].get('document_start'):
-    return  # of as many tokens as its tokenizer says
-  for section in ('data', 'validation', 'decode'):
-    length = config.get(section, {}).get('prompt_length', 1)
-    if length != 1:
-      raise ValueError(
-        f'{none}: {section}.prompt_length is {length} and must be 1, the token'
-        ' that begins a text'
-      )
 
 
 def _check_lookahead(loss: Mapping[str, Any]) -> None:

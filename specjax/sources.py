@@ -205,7 +205,8 @@ class Written:
   def _kept_or_written(
     self, since: int, model: Drafter, at_hand: bool
   ) -> texts.Text:
-    if since == 0 and self._by is by_target:
+    old = self._folder / f'step0-{self._name}.npz'  # of an earlier version
+    if since == 0 and self._by is by_target and not old.exists():
       at_hand = True
       made_from = {**self._made_from, 'refresh': None}
       spelt = json.dumps(made_from, sort_keys=True).encode()

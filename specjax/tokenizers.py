@@ -25,6 +25,7 @@ import tokenizers as hf
 from specjax import extras, files
 
 EOS = '<|endoftext|>'
+_REFUSES = 'the chat template refuses:'
 
 
 class Tokenizer(abc.ABC):
@@ -35,12 +36,14 @@ class Tokenizer(abc.ABC):
     pieces: the bytes of each id; empty for `eos_id`.
     eos_id: ends a document. No text encodes to it.
     bos_id: begins a document, where the models of this tokenizer want that.
+    template: of a chat, if there is one.
   """
 
   serialised: str
   pieces: tuple[bytes, ...]
   eos_id: int
   bos_id: int | None = None
+  template: str | None = None
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -293,8 +296,8 @@ class ScoredBPE(Tokenizer):
 class Pretrained(Tokenizer):
   """The tokenizer of a model that was trained elsewhere.
 
-  Special tokens are bytes of none: a text that quotes one is encoded as text,
-  and only a chat template writes them.
+  Special tokens have no bytes. A text that quotes one is encoded as text; in a
+  chat they count, also in what a message quotes, as they do elsewhere.
   """
 
   def __init__(
@@ -345,8 +348,12 @@ class Pretrained(Tokenizer):
       either.no_truncation()
     vocab = self._special.get_vocab()
     absent = [token for token in end if token not in vocab]
-    if absent or not end:
+    if absent:
       raise ValueError(f'the tokenizer has no end token {", ".join(absent)}')
+    if not end:
+      raise ValueError(
+        'nothing says what ends a document: give target.document_end'
+      )
     self._ends = [vocab[token] for token in end]
     self.eos_id = self._ends[0]
     if start is None:
@@ -410,22 +417,23 @@ class Pretrained(Tokenizer):
     )
 
     def refuse(message):
-      raise ValueError(f'the chat template refuses: {message}')
+      raise ValueError(f'{_REFUSES} {message}')
 
     environment.globals['raise_exception'] = refuse
     environment.globals['strftime_now'] = time.strftime
     environment.filters['tojson'] = functools.partial(
       json.dumps, ensure_ascii=False
     )
-    jinja = extras.require('jinja2', 'hf')
     try:
       text = environment.from_string(self.template).render(
         messages=list(messages), add_generation_prompt=True, **self.names
       )
-    except jinja.TemplateSyntaxError as error:
-      raise ValueError(f'the chat template is no Jinja: {error}') from error
-    except jinja.TemplateError as error:
-      raise ValueError(f'the chat template fails: {error}') from error
+    except Exception as error:  # a template is somebody's program
+      if str(error).startswith(_REFUSES):
+        raise ValueError(f'{error}') from error
+      raise ValueError(
+        f'the chat template fails: {type(error).__name__}: {error}'
+      ) from error
     return self.encode_special(text)
 
 
@@ -526,15 +534,16 @@ def _byte_of_character() -> dict[str, int]:
   }
 
 
-def special(i: int, token: str) -> dict[str, Any]:
-  """A special token as the `tokenizers` library stores it."""
+def added(i: int, token: str, special: bool = True) -> dict[str, Any]:
+  """A token that is never cut, as the `tokenizers` library stores it."""
   off = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized'), False)
-  return {'id': i, 'content': token, 'special': True, **off}
+  return {'id': i, 'content': token, 'special': special, **off}
 
 
 def by_scores(
   tokens: Sequence[str],
   scores: Sequence[float],
+  merged: Sequence[int],
   unknown: int = 0,
   space: bool = True,
 ) -> dict[str, Any]:
@@ -545,12 +554,14 @@ def by_scores(
   Args:
     tokens: by id, U+2581 being a space and '<0x0A>' a byte.
     scores: of each.
+    merged: ids that may come of a merge: neither control tokens nor bytes.
     unknown: the id of what has no other.
     space: whether one is put in front of a text.
   """
   ids = {token: i for i, token in enumerate(tokens)}
   merges = []
-  for token, i in ids.items():
+  for i in merged:
+    token = tokens[i]
     cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
     known = [(ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids]
     merges += [(-scores[i], i, *pair) for pair in sorted(known)]
@@ -579,6 +590,20 @@ def by_scores(
   }
 
 
+def _begins_with(token: str, ids: list[int]) -> dict[str, Any]:
+  """Puts a token before a text, as the `tokenizers` library stores it."""
+  begin = {'SpecialToken': {'id': token, 'type_id': 0}}
+  first, second = (
+    {'Sequence': {'id': name, 'type_id': i}} for i, name in enumerate('AB')
+  )
+  return {
+    'type': 'TemplateProcessing',
+    'single': [begin, first],
+    'pair': [begin, first, second],
+    'special_tokens': {token: {'id': token, 'ids': ids, 'tokens': [token]}},
+  }
+
+
 def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
   """A tokenizer as others read it.
 
@@ -601,7 +626,10 @@ def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     end = {'eos_token': model['end'][0]}
     if model['template']:
       settings['chat_template'] = model['template']
-    return model['tokenizer'], {**settings, **end, **model['names']}
+    spelt, begin = model['tokenizer'], model['names'].get('bos_token')
+    if begin and model['start'] == begin and not spelt['post_processor']:
+      spelt['post_processor'] = _begins_with(begin, tokenizer.start)
+    return spelt, {**settings, **model['names'], **end}
   if isinstance(tokenizer, Bytes):
     characters = {byte: name for name, byte in _byte_of_character().items()}
     whole = hf.Tokenizer(
@@ -610,7 +638,7 @@ def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     whole.pre_tokenizer = hf.pre_tokenizers.ByteLevel(False, use_regex=False)
     whole.decoder = hf.decoders.ByteLevel()
     model = json.loads(whole.to_str())
-    model['added_tokens'] = [special(tokenizer.eos_id, EOS)]
+    model['added_tokens'] = [added(tokenizer.eos_id, EOS)]
   elif not isinstance(tokenizer, BPE):
     raise ValueError(
       f'a tokenizer of the kind {type(tokenizer).__name__} cannot be exported'

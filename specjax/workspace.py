@@ -4,7 +4,8 @@ runs/<name>/
   config.json  corpus.json  tokenizer.json
   target/  draft/        checkpoints, by step
   rollouts/              held-out text that the target wrote
-  written/              text that drafts are trained on, by draft and step
+  written/               text that drafts are trained on: what the target wrote
+                         alone, and by draft and step what a draft had a part in
   logs/                  JSON lines and TensorBoard events
 """
 
@@ -59,6 +60,7 @@ class Workspace:
     """Opens a run; nothing is read before it is needed."""
     self.folder = Path(folder)
     self.config = config
+    self._told: set[str] = set()  # once is enough
 
   @classmethod
   def create(cls, folder: Path, config: Mapping[str, Any]) -> Workspace:
@@ -208,18 +210,50 @@ class Workspace:
       FileNotFoundError: there is no such file.
       ValueError: it is not what it should be, nor is its tokenizer.
     """
-    folder = self.folder / 'target'
-    if checkpoint.Checkpoints(folder).latest() is None:
-      tokenizer, wanted = self.tokenizer, self.config['target']
-      target = pretrained.load(
-        wanted['path'], wanted['dtype'], tokenizer.vocab_size
+    folder, wanted = self.folder / 'target', self.config['target']
+    if checkpoint.Checkpoints(folder).latest() is not None:
+      return
+    # Once, for a name on the hub may stand for something else a moment later.
+    place = str(pretrained.local(wanted['path']))
+    if pretrained.content_hash(place) != wanted['sha256']:
+      raise ValueError(
+        f'{wanted["path"]} has changed since it was looked at: try again'
       )
-      record = {
-        'tokenizer': tokenizer.hash,
-        'vocab_size': pretrained.read_config(wanted['path']).vocab_size,
-        'licence': pretrained.licence(wanted['path']),
-      }
-      checkpoint.save_model(folder, target, record)
+    tokenizer = pretrained.load_tokenizer(
+      place,
+      wanted['tokenizer_path'],
+      wanted['document_start'],
+      wanted['document_end'],
+    )
+    self._require_start(tokenizer)
+    target = pretrained.load(place, wanted['dtype'], tokenizer.vocab_size)
+    record = {
+      'tokenizer': tokenizer.hash,
+      'vocab_size': pretrained.read_config(place).vocab_size,
+      'licence': pretrained.licence(place),
+    }
+    # One that lies there is of a model that could not be loaded.
+    tokenizer.save(self.folder / 'tokenizer.json')
+    self.__dict__.pop('tokenizer', None)
+    checkpoint.save_model(folder, target, record)
+
+  def _require_start(self, tokenizer: tokenizers.Tokenizer) -> None:
+    """Refuses prompts other than what begins a text, where there is no text."""
+    if self.config['corpus']['name'] != corpora.NONE:
+      return
+    count = len(tokenizer.start)
+    if not count:
+      raise ValueError(
+        "corpus.name is 'none' and nothing begins a text of this model: give"
+        ' target.document_start'
+      )
+    for section in ('data', 'validation', 'decode'):
+      length = self.config.get(section, {}).get('prompt_length', count)
+      if length != count:
+        raise ValueError(
+          f'{section}.prompt_length is {length}, and what begins a text has'
+          f' {count} tokens: without text prompts must be that'
+        )
 
   def new_drafter(self, seed: int) -> Drafter:
     """An untrained drafter, as `config.draft` describes it.
@@ -267,6 +301,11 @@ class Workspace:
       config['model'] = _sizes_of(like, config['model'])
     if config.get('vocab_size'):
       size = self.tokenizer.vocab_size
+      if config['vocab_size'] > size:
+        raise ValueError(
+          f'draft.vocab_size is {config["vocab_size"]}: the tokenizer has'
+          f' {size} tokens'
+        )
       if self.corpus.name == corpora.NONE:
         ids = np.concatenate(self._text('train').sequences())
       else:
@@ -319,7 +358,10 @@ class Workspace:
       raise ValueError('target is what is drafted for: name a draft of the run')
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
     self._require(folder, 'draft' if name == 'draft' else name, command)
-    _tell_if_half_trained(folder, command)
+    half = _half_trained(folder)
+    if half and half not in self._told:
+      print(f'{half}: `{command}` goes on with it', file=sys.stderr)
+      self._told.add(half)
     sizes = self.target_sizes
     drafter = checkpoint.load_model(
       folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0))
@@ -424,12 +466,7 @@ class Workspace:
   def _new_tokenizer(self) -> tokenizers.Tokenizer:
     target, wanted = self.config['target'], self.config['corpus']
     if target['path']:
-      return pretrained.load_tokenizer(
-        target['path'],
-        target['tokenizer_path'],
-        target['document_start'],
-        target['document_end'],
-      )
+      self._require_target()
     kind = wanted['tokenizer']
     if kind == 'bytes':
       return tokenizers.Bytes()
@@ -479,19 +516,15 @@ def _hash_of_target(folder: Path, path: str) -> str:
   return pretrained.content_hash(path)
 
 
-@functools.cache
-def _tell_if_half_trained(folder: Path, command: str) -> None:
-  """Says once, on stderr, that a draft's training was broken off."""
+def _half_trained(folder: Path) -> str | None:
+  """What there is to say of a draft whose training was broken off."""
   drafts = checkpoint.Checkpoints(folder)
   done = drafts.latest()
   made = drafts.meta(done).get('config', {}).get('distill', {})
   # One that lost patience has fewer steps and is whole.
   if done < made.get('steps', 0) and not made.get('patience'):
-    print(
-      f'{folder} is at step {done} of {made["steps"]}: `{command}` goes on with'
-      ' it',
-      file=sys.stderr,
-    )
+    return f'{folder} is at step {done} of {made["steps"]}'
+  return None
 
 
 def _build_drafter(

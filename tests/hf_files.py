@@ -28,10 +28,10 @@ def tokenizer(**changes):
   """A byte-level BPE with the special tokens of a chat."""
   model, _ = tokenizers.portable(tokenizers.BPE.train([TEXT], 310))
   vocab = model['model']['vocab']
-  special = [tokenizers.special(vocab[SPECIAL[0]], SPECIAL[0])]
+  special = [tokenizers.added(vocab[SPECIAL[0]], SPECIAL[0])]
   for token in SPECIAL[1:]:
     vocab[token] = len(vocab)
-    special.append(tokenizers.special(vocab[token], token))
+    special.append(tokenizers.added(vocab[token], token))
   model['added_tokens'] = special
   return tokenizers.Pretrained(
     json.dumps(model),

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import scripts
 
+import specjax
 from specjax import checkpoint, experiment, tokenizers
 from specjax.drafters.model import ModelDrafter
 from specjax.models import card, huggingface, pretrained
 from specjax.workspace import Workspace
 
 pytest.importorskip('safetensors', reason='no safetensors')
+
+SHAKEN = 0.1  # a draft that is often right and often not
 
 
 def page(target, /, **draft):
@@ -54,10 +57,10 @@ def test_a_folder_becomes_the_target_of_a_run(tmp_path):
 
 def test_a_changed_tokenizer_is_another_model(tmp_path):
   hf_files.model(tmp_path / 'model')
-  before = pretrained.content_hash(tmp_path / 'model')
+  before = pretrained.content_hash(str(tmp_path / 'model'))
   settings = tmp_path / 'model' / 'tokenizer_config.json'
   settings.write_text(settings.read_text() + ' ')
-  assert pretrained.content_hash(tmp_path / 'model') != before
+  assert pretrained.content_hash(str(tmp_path / 'model')) != before
 
 
 def test_a_draft_begins_as_layers_of_the_target_or_as_another_model(tmp_path):
@@ -118,7 +121,7 @@ def test_a_chat_is_written_as_the_template_says():
   with pytest.raises(ValueError, match='the chat template refuses: no system'):
     refusing.chat([{'role': 'user', 'content': 'x'}])
   broken = hf_files.tokenizer(template='{% if %}')
-  with pytest.raises(ValueError, match='the chat template is no Jinja'):
+  with pytest.raises(ValueError, match='the chat template fails: Templ'):
     broken.chat([{'role': 'user', 'content': 'x'}])
   with pytest.raises(ValueError, match='no chat template'):
     hf_files.tokenizer(template=None).chat([])
@@ -126,6 +129,76 @@ def test_a_chat_is_written_as_the_template_says():
   sly = "{{ ''.__class__.__mro__ }}"
   with pytest.raises(ValueError, match='the chat template'):
     hf_files.tokenizer(template=sly).chat([{'role': 'user', 'content': 'x'}])
+
+
+def test_a_model_that_cannot_be_loaded_leaves_room_for_another(tmp_path):
+  hf_files.model(tmp_path / 'broken')
+  weights = tmp_path / 'broken' / 'model.safetensors'
+  weights.write_bytes(weights.read_bytes()[:-1])
+  folder = tmp_path / 'run'
+  with pytest.raises(ValueError, match='is not whole'):
+    adopted(folder, page(tmp_path / 'broken'))
+  hf_files.model(tmp_path / 'model')
+  spelt = tmp_path / 'model' / 'tokenizer_config.json'
+  settings = json.loads(spelt.read_text())
+  spelt.write_text(json.dumps({**settings, 'eos_token': '<|endoftext|>'}))
+  run = adopted(folder, page(tmp_path / 'model'))
+  assert run.tokenizer.pieces[run.tokenizer.eos_id] == b''
+  assert run.tokenizer.eos_id != hf_files.tokenizer().eos_id
+
+
+def test_without_text_a_prompt_is_what_begins_one(tmp_path):
+  hf_files.model(tmp_path / 'model')
+  config = page(tmp_path / 'model')
+  config['corpus']['name'] = 'none'
+  config['data'] |= {'corpus': 0.0, 'target': 1.0}
+  with pytest.raises(ValueError, match='nothing begins a text of this model'):
+    adopted(tmp_path / 'run', config)
+  start = '<|im_start|>user\nIs there another way?'
+  config['target']['document_start'] = start
+  count = len(hf_files.tokenizer().encode_special(start))
+  with pytest.raises(ValueError, match=f'data.prompt_length is 4.*{count} tok'):
+    adopted(tmp_path / 'run', config)
+  for section in ('data', 'validation', 'decode'):
+    config[section]['prompt_length'] = count
+  run = adopted(tmp_path / 'run', config)
+  assert run.prompts('test', 2, count) == [run.tokenizer.start] * 2
+
+
+def test_layers_are_given_on_a_command_line():
+  config = experiment.load(scripts.ROOT / 'configs' / 'pretrained.py')
+  wanted = ['--config.target.path=x', '--config.draft.target_layers=0,2']
+  experiment.override(config, wanted)
+  assert config.draft.target_layers == (0, 2)
+
+
+def test_an_export_replaces_nothing_but_an_export(tmp_path):
+  model = hf_files.model(tmp_path / 'model')
+  assert huggingface.is_ours(tmp_path / 'model')
+  file = tmp_path / 'model' / 'config.json'
+  config = json.loads(file.read_text())
+  del config['exported_by']
+  file.write_text(json.dumps(config))
+  assert not huggingface.is_ours(tmp_path / 'model')
+  assert not huggingface.is_ours(tmp_path)
+  del model
+
+
+@pytest.mark.parametrize(
+  'name, known',
+  [
+    ('owner/model', True),
+    ('owner/model@refs/pr/1', True),
+    ('./owner/model', False),
+    ('../model', False),
+    ('owner/model.gguf', False),
+    ('stories260K/stories260K.bin', False),
+    ('model', False),
+    ('a/b/c', False),
+  ],
+)
+def test_names_on_the_hub(name, known):
+  assert huggingface.is_hub_name(name) == known
 
 
 @pytest.mark.parametrize(
@@ -183,7 +256,10 @@ def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
   assert code == 0, error  # it may be written again
   (exported / 'model.safetensors').unlink()
   code, _, error = scripts.run('train/export.py', f'--workdir={folder}')
-  assert code == 2 and 'has another config.json' in error
+  assert code == 0, error
+  (exported / 'config.json').write_text('{}')
+  code, _, error = scripts.run('train/export.py', f'--workdir={folder}')
+  assert code == 2 and 'holds something else' in error
 
   prompts = tmp_path / 'question.jsonl'
   lines = [
@@ -202,9 +278,9 @@ def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
   assert code == 0, error
   assert 'greedy text is identical' in out and 'mt_bench' in out
   rows = json.loads((folder / 'tasks.json').read_text())['rows']
-  assert {row['task'] for row in rows} == {'mt_bench', 'qa', 'all'}
+  assert {row['task'] for row in rows} == {'mt_bench', 'qa', 'all tasks'}
   assert all(
-    row['prompts'] == (4 if row['task'] == 'all' else 2) for row in rows
+    row['prompts'] == (4 if row['task'] == 'all tasks' else 2) for row in rows
   )
   assert (folder / 'tasks.png').exists()
 
@@ -213,29 +289,58 @@ def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
 def test_transformers_takes_an_export_as_its_assistant(tmp_path):
   transformers = pytest.importorskip('transformers', reason='no transformers')
   torch = pytest.importorskip('torch', reason='no torch')
-  model = hf_files.model(tmp_path / 'model', padding=5, layers=3)
-  hf_files.model(tmp_path / 'draft', padding=5, width=12, layers=1, seed=1)
-  load = transformers.AutoModelForCausalLM.from_pretrained
-  target, draft = load(tmp_path / 'model'), load(tmp_path / 'draft')
-  spelt = transformers.AutoTokenizer.from_pretrained(tmp_path / 'model')
   own = hf_files.tokenizer()
+  # Untied, or a random model says one token over and over.
+  target = hf_files.model(tmp_path / 'model', tied=False, layers=3)
+
+  def shaken(path, x):
+    key = jax.random.fold_in(jax.random.key(1), len(str(path)))
+    return x * (1 + SHAKEN * jax.random.normal(key, x.shape))
+
+  draft = specjax.ModelDrafter(
+    jax.tree_util.tree_map_with_path(shaken, target), 4, specjax.Greedy()
+  )
+  for model, name in ((target, 'target'), (draft.model, 'draft')):
+    huggingface.save(model, tmp_path / name, own, own.vocab_size + 5)
+  load = transformers.AutoModelForCausalLM.from_pretrained
+  theirs, assistant = load(tmp_path / 'target'), load(tmp_path / 'draft')
+  spelt = transformers.AutoTokenizer.from_pretrained(tmp_path / 'target')
   messages = [{'role': 'user', 'content': 'You are a helpful user, é\n all'}]
   ids = spelt.apply_chat_template(
     messages, add_generation_prompt=True, return_dict=False
   )
   assert ids == own.chat(messages)
   assert spelt.decode(ids[4:8]) == own.decode(ids[4:8])
-  prompt = torch.tensor([ids])
-  plain, assisted = (
-    target.generate(
-      prompt,
-      attention_mask=torch.ones_like(prompt),
-      max_new_tokens=24,
-      do_sample=False,
-      eos_token_id=None,
-      **more,
-    )
-    for more in ({}, {'assistant_model': draft})
+  passes, forward = [], theirs.forward
+
+  def counted(*args, **kwargs):
+    passes.append(kwargs['input_ids'].shape[1])
+    return forward(*args, **kwargs)
+
+  theirs.forward = counted
+  settings = assistant.generation_config
+  settings.num_assistant_tokens = 4
+  settings.num_assistant_tokens_schedule = 'constant'
+  settings.assistant_confidence_threshold = 0.0
+  prompt, new = torch.tensor([ids]), 48
+  text = theirs.generate(
+    prompt,
+    attention_mask=torch.ones_like(prompt),
+    max_new_tokens=new,
+    do_sample=False,
+    eos_token_id=None,
+    assistant_model=assistant,
   )
-  assert plain.tolist() == assisted.tolist()
-  del model
+  result = specjax.generate(
+    target,
+    draft,
+    [ids],
+    key=jax.random.key(0),
+    max_new_tokens=new,
+    warp=specjax.Greedy(),
+  )
+  assert text[0, len(ids) :].tolist() == result.new_tokens()[0]
+  # Both accept as much of the same drafts; the last may be cut.
+  rounds = int(result.stats.rounds.sum())
+  assert 0.2 * new < rounds < 0.9 * new
+  assert abs(len(passes) - rounds) <= 1

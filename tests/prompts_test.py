@@ -25,7 +25,7 @@ LAYOUTS = {
     {'task_id': 'HumanEval/0', 'prompt': 'def f():', 'test': 'x'},
     ('file', 'def f():'),
   ),
-  'own': ({'text': 'hello', 'task': 'mine'}, ('mine', 'hello')),
+  'own': ({'text': 'hello', 'task': 'math'}, ('math', 'hello')),
 }
 
 

@@ -41,7 +41,14 @@ def draft(step=0):
   return ModelDrafter(toys.markov(100 + step), 2)
 
 
-def written(folder, name='target', by=sources.by_target, ids=None, **changes):
+def written(
+  folder,
+  name='target',
+  by=sources.by_target,
+  ids=None,
+  weight=float('inf'),
+  **changes,
+):
   writing = {'refresh': 3, 'sequences': 8, 'prompt_length': 2, 'tokens': NEW}
   return sources.Written(
     name,
@@ -56,7 +63,7 @@ def written(folder, name='target', by=sources.by_target, ids=None, **changes):
     shared=folder / 'shared',
     log=folder / 'log' / name,
     made_from={'corpus': 'x'},
-    draft_from={'k': 2, 'weight': float('inf')},
+    draft_from={'k': 2, 'weight': weight},
   )
 
 
@@ -258,8 +265,7 @@ def test_what_the_target_writes_alone_serves_every_draft(tmp_path):
   kept = {*(tmp_path / 'a' / 'shared').iterdir()}
   assert len(kept) == 2 and not stamp(tmp_path / 'a')
   before = {path: path.stat().st_mtime_ns for path in kept}
-  other = written(tmp_path / 'a', refresh=5)
-  other._draft_from = {'k': 4}
+  other = written(tmp_path / 'a', weight=1.0, refresh=5)
   # In the middle of it too: no draft has to be at hand.
   assert_same(other(4, draft(7))[0][0], rows[0])
   assert before == {path: path.stat().st_mtime_ns for path in kept}

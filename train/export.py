@@ -1,7 +1,7 @@
 """Writes a distilled draft in Hugging Face's layout, for other software.
 
-    python train/export.py --workdir runs/smollm2 --draft=small
-    python train/export.py --workdir runs/smollm2 --draft=target
+    python train/export.py --workdir runs/pretrained
+    python train/export.py --workdir runs/pretrained --draft=target
 
 The folder loads in `transformers`, as a model and as an `assistant_model`, and
 in servers that read such folders. Only a draft that is a model of its own can
@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from specjax import checkpoint, experiment, logs, runs
+from specjax import checkpoint, experiment, logs
 from specjax.models import card, huggingface
-from specjax.workspace import Workspace
+from specjax.workspace import UNTRAINED, Workspace
 
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 OUTPUT = flags.DEFINE_string(
@@ -24,7 +24,7 @@ OUTPUT = flags.DEFINE_string(
 )
 
 FIGURES = {  # of an evaluation, by what a card calls them
-  'acceptance': 'acceptance rate α at temperature 1',
+  'acceptance': 'acceptance rate α',
   'block_efficiency': 'tokens per round',
 }
 
@@ -35,24 +35,30 @@ def main(config, folder):
   workspace = Workspace.look_at(folder, config)
   name = DRAFT.value
   path = Path(OUTPUT.value or folder / 'exported' / name)
-  if (path / 'config.json').exists() and not is_export(path):
+  if path.exists() and any(path.iterdir()) and not huggingface.is_ours(path):
     raise ValueError(
-      f'{path} has another config.json: name another folder with --output'
+      f'{path} holds something else than an export: name another folder with'
+      ' --output'
     )
+  if name == UNTRAINED:
+    raise ValueError('untrained is no draft to export: name one of the run')
   model = workspace.target() if name == 'target' else draft(workspace, name)
   adopted = checkpoint.Checkpoints(folder / 'target')
   record = adopted.meta(adopted.best())
   padded = record.get('vocab_size')
   huggingface.save(model, path, workspace.tokenizer, padded)
   if name != 'target':
+    made = made_with(folder / name)
     card.write(
       path,
       name=name,
       target=config['target']['path'] or f'the target of {folder.name}',
       target_licence=record.get('licence', card.UNKNOWN),
+      kind=huggingface.describe(model.config)['architectures'][0],
       parameters=sum(leaf.size for leaf in jax.tree.leaves(model)),
       figures=figures(workspace, name),
-      config=made_with(folder / name),
+      temperature=made['decode']['temperature'],
+      config=made,
     )
   print(f'{name}: written to {path}')
 
@@ -73,33 +79,21 @@ def draft(workspace, name):
 
 
 def figures(workspace, name):
-  """What the best checkpoint was measured at."""
-  drafts = checkpoint.Checkpoints(workspace.folder / name)
-  best = drafts.best()
+  """What the best checkpoint was measured at, by what a card calls it."""
+  best = checkpoint.Checkpoints(workspace.folder / name).best()
   values = {}
   for record in logs.read(workspace.folder / 'logs' / f'{name}.jsonl'):
     if record['step'] <= best:
       values |= record
-  found = {text: values[key] for key, text in FIGURES.items() if key in values}
-  speedup = workspace.folder / 'speedup.json'
-  if speedup.exists():
-    report = runs.read_json(speedup)
-    if report['draft'] == name:
-      found[f'speedup at K = {report["k"]}, batch {report["batch"]}'] = report[
-        'speedup'
-      ]
-  return found
+  return {text: values[key] for key, text in FIGURES.items() if key in values}
 
 
 def made_with(folder):
-  """The configuration that a draft was made with."""
+  """The configuration that a draft was made with, its real sizes in it."""
   drafts = checkpoint.Checkpoints(folder)
-  return drafts.meta(drafts.best())['config']
-
-
-def is_export(path):
-  """Whether a folder holds an earlier export, which may be replaced."""
-  return (path / 'model.safetensors').exists()
+  meta = drafts.meta(drafts.best())
+  sizes = {'model': meta['model']['model']}
+  return meta['config'] | {'draft': meta['config']['draft'] | sizes}
 
 
 if __name__ == '__main__':

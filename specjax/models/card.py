@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specjax import runs
+
 UNKNOWN = 'unknown'
 _LICENCE = re.compile(r'^license:[ \t]*(\S+)', re.M)
 
@@ -25,8 +27,10 @@ def write(
   name: str,
   target: str,
   target_licence: str,
+  kind: str,
   parameters: int,
   figures: Mapping[str, float],
+  temperature: float,
   config: Mapping[str, Any],
 ) -> None:
   """Writes the card of a draft.
@@ -37,8 +41,10 @@ def write(
     target: the model that it drafts for.
     target_licence: of that; the draft was made from what it says, so it is
       this one's too.
+    kind: of model, in the words of Hugging Face.
     parameters: how many it has.
     figures: what was measured, by name.
+    temperature: that it was measured at.
     config: what it was made with, JSON values.
   """
   known = target_licence != UNKNOWN
@@ -59,7 +65,7 @@ def write(
     *head,
     f'# {name}: a draft for {target}',
     '',
-    f'A Llama of {parameters:,} parameters that drafts for {target} in'
+    f'A {kind} of {parameters:,} parameters that drafts for {target} in'
     f' speculative decoding. {under} It is of little use by itself.',
     '',
     '```python',
@@ -72,7 +78,8 @@ def write(
     '',
     '## Measured',
     '',
-    'On text that the target wrote and the draft was not trained on.',
+    f'On text that the target wrote at temperature {temperature:g} and that is'
+    ' none of the text which the draft was trained on.',
     '',
     '| | |',
     '|---|---|',
@@ -81,7 +88,7 @@ def write(
     '## Made with',
     '',
     '```json',
-    json.dumps(config, indent=2),
+    json.dumps(runs.portable(config), indent=2),
     '```',
     '',
   ]

@@ -33,7 +33,7 @@ _TYPES = 'F32', 'F16', 'BF16', 'Q8_0', 'Q4_0', 'Q4_1'
 _DIVISORS = 'rope_freqs.weight'
 # Llama 3.1 and later are written with these, and not all of them are kept.
 _BAND, _CONTEXT = (1.0, 4.0), 8192
-# How llama.cpp cuts a text into words, by `tokenizer.ggml.pre`.
+# How a text is cut into words, by `tokenizer.ggml.pre`.
 _BYTES = {
   'type': 'ByteLevel',
   'add_prefix_space': False,
@@ -54,15 +54,17 @@ def _words(digits: str) -> list[dict[str, Any]]:
   return [{'type': 'Split', **split}, _BYTES]
 
 
+_BEGUN = 'llama-bpe', 'llama3', 'llama-v3'  # whose documents begin with a token
 _WORDS = {
-  'default': [_GPT2],
   'gpt-2': [_GPT2],
   'smollm': [_DIGITS, _GPT2],
   'llama-bpe': _words('{1,3}'),
   'llama3': _words('{1,3}'),
+  'llama-v3': _words('{1,3}'),
   'qwen2': _words(''),
 }
-_CONTROL = 2, 3  # types of tokens
+# Types of tokens: of text, unknown, control, of the user, unused, bytes.
+_TEXT, _CONTROL, _OWN, _UNUSED = 1, (2, 3), 4, 5
 
 
 class File:
@@ -231,19 +233,23 @@ def load_tokenizer(
   file = File(path)
   kind = file.need('tokenizer.ggml.model')
   tokens = file.need('tokenizer.ggml.tokens')
+  types = file.get('tokenizer.ggml.token_type', [_TEXT] * len(tokens))
+  # What pads a vocabulary is no token.
+  while types[len(tokens) - 1] == _UNUSED:
+    tokens = tokens[:-1]
+  types = types[: len(tokens)]
   if kind == 'gpt2':
     model = _byte_level(file, tokens)
   elif kind == 'llama':
-    model = _sentence_piece(file, tokens)
+    model = _sentence_piece(file, tokens, types)
   else:
     raise ValueError(
       f"{path} has a tokenizer of kind {kind!r}: 'gpt2' and 'llama' are known"
     )
-  types = file.get('tokenizer.ggml.token_type', [1] * len(tokens))
   model['added_tokens'] = [
-    tokenizers.special(i, token)
+    tokenizers.added(i, token, special=types[i] != _OWN)
     for i, token in enumerate(tokens)
-    if types[i] in _CONTROL
+    if types[i] in (*_CONTROL, _OWN)
   ]
   named = {
     f'{name}_token': tokens[file.get(f'tokenizer.ggml.{name}_token_id')]
@@ -253,7 +259,9 @@ def load_tokenizer(
   ids = (file.get(f'tokenizer.ggml.{name}_token_id') for name in ('eos', 'eot'))
   ends = [end] if end else [tokens[i] for i in ids if i is not None]
   if start is None:
-    begins = file.get('tokenizer.ggml.add_bos_token', kind == 'llama')
+    # What llama.cpp takes where nothing is said.
+    usual = kind == 'llama' or file.get('tokenizer.ggml.pre') in _BEGUN
+    begins = file.get('tokenizer.ggml.add_bos_token', usual)
     start = named.get('bos_token', '') if begins else ''
   try:
     return Pretrained(
@@ -284,7 +292,7 @@ def _stretched(file: File, kind: str, size: int) -> dict[str, Any]:
 
 def _byte_level(file: File, tokens: list[str]) -> dict[str, Any]:
   """A byte-level BPE as the `tokenizers` library stores it."""
-  pre = file.get('tokenizer.ggml.pre', 'default')
+  pre = file.get('tokenizer.ggml.pre', 'no name')
   if pre not in _WORDS:
     raise ValueError(
       f'{file.path} cuts words as {pre!r} does: known are {", ".join(_WORDS)}'
@@ -301,16 +309,19 @@ def _byte_level(file: File, tokens: list[str]) -> dict[str, Any]:
       'vocab': {token: i for i, token in enumerate(tokens)},
       'merges': merges,
       # Words of its vocabulary are whole there, whatever merges would make.
-      'ignore_merges': pre in ('llama-bpe', 'llama3'),
+      'ignore_merges': pre in _BEGUN,
     },
   }
 
 
-def _sentence_piece(file: File, tokens: list[str]) -> dict[str, Any]:
+def _sentence_piece(
+  file: File, tokens: list[str], types: list[int]
+) -> dict[str, Any]:
   """A BPE by scores as the `tokenizers` library stores it."""
   return tokenizers.by_scores(
     tokens,
     file.need('tokenizer.ggml.scores'),
+    merged=[i for i, kind in enumerate(types) if kind == _TEXT],
     unknown=file.get('tokenizer.ggml.unknown_token_id', 0),
     space=file.get('tokenizer.ggml.add_space_prefix', True),
   )

@@ -8,6 +8,7 @@ since that runs what is in them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pathlib
@@ -39,15 +40,25 @@ _ONLY = {
   'partial_rotary_factor': (1.0, 1),
   'quantization_config': (None,),
 }
+_OURS = {'exported_by': 'specjax'}  # in the config.json of what is saved here
+_READ_BESIDE = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'chat_template.jinja',
+  'generation_config.json',
+)
 _FETCHED = ('*.json', '*.safetensors', '*.jinja', 'README.md')
 # That a model may be asked for. Rotations have no end of their own.
 _POSITIONS = 8192
+_SLIDING = 'sliding_attention'  # what a layer with a window is called
+_FILES = '.gguf', '.bin', '.safetensors'
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+(@[\w./-]+)?')
 
 
 def is_hub_name(path: str) -> bool:
   """Whether a path that is not there may be a model's name on the hub."""
-  return not Path(path).exists() and bool(_HUB_NAME.fullmatch(path))
+  file = path.startswith('.') or Path(path).suffix in _FILES
+  return not (file or Path(path).exists()) and bool(_HUB_NAME.fullmatch(path))
 
 
 def fetch(name: str) -> Path:
@@ -68,7 +79,10 @@ def fetch(name: str) -> Path:
   try:
     return Path(
       hub.snapshot_download(
-        repository, revision=revision or None, allow_patterns=_FETCHED
+        repository,
+        revision=revision or None,
+        allow_patterns=_FETCHED,
+        ignore_patterns=('*/*', 'consolidated*'),  # the same weights again
       )
     )
   except Exception as error:  # the library raises those of its own network too
@@ -119,7 +133,7 @@ def read_config(
       rope_theta=float(rope.get('rope_theta') or c.get('rope_theta') or 1e4),
       **_stretched(rope, c),
       **ARCHITECTURES[names[0]],
-      attention_window=_window(c),
+      attention_window=_window(names[0], c),
       tied=c.get('tie_word_embeddings', False),
       dtype=dtype,
       norm_eps=c.get('rms_norm_eps', 1e-6),
@@ -226,7 +240,8 @@ def load_tokenizer(
   }
   template = said.get('chat_template')
   if isinstance(template, list):  # several, by name
-    template = {one['name']: one['template'] for one in template}['default']
+    named = {one['name']: one['template'] for one in template}
+    template = named.get('default')
   beside = path / 'chat_template.jinja'
   if beside.is_file():
     template = beside.read_text()
@@ -262,8 +277,8 @@ def save(
     path: its folder, made if need be.
     tokenizer: its tokenizer.
     vocab_size: rows of its embedding, where its target's was padded; None is
-      no padding. Servers compare the two. What pads it is drafted next to
-      never, and would be refused.
+      no padding. Servers compare the two. Such rows are zeros, so their logit
+      is 0; what is drafted of them is refused.
 
   Raises:
     ImportError: `safetensors` is not installed.
@@ -272,34 +287,51 @@ def save(
   path, c = Path(path), model.config
   numpy = extras.require('safetensors.numpy', 'hf')
   spelt, settings = tokenizers.portable(tokenizer)
-  path.mkdir(parents=True, exist_ok=True)
   padding = max((vocab_size or 0) - c.vocab_size, 0)
-  weights = {}
-  for name, array in tensors.split(model):
-    if padding and array.shape[0] == c.vocab_size and array.ndim == 2:
-      array = np.pad(array, ((0, padding), (0, 0)))
-    weights[name] = array
-  with files.atomic(path / 'model.safetensors') as file:
-    file.write(numpy.save(weights, {'format': 'pt'}))
   ends = {
     'eos_token_id': tokenizer.end_ids,
     'bos_token_id': (tokenizer.start or [None])[0],
   }
-  runs.write_json(path / 'config.json', {**_describe(c, padding), **ends})
+  config = {**describe(c, padding), **ends, **_OURS}
+  path.mkdir(parents=True, exist_ok=True)
+  weights = {}
+  for name, array in tensors.split(model):
+    if name in tensors.OF_VOCABULARY:
+      array = np.pad(array, ((0, padding), (0, 0)))
+    weights[name] = array
+  with files.atomic(path / 'model.safetensors') as file:
+    file.write(numpy.save(weights, {'format': 'pt'}))
+  runs.write_json(path / 'config.json', config)
   runs.write_json(path / 'generation_config.json', ends)
   runs.write_json(path / 'tokenizer.json', spelt)
   runs.write_json(path / 'tokenizer_config.json', settings)
 
 
+def is_ours(path: str | os.PathLike) -> bool:
+  """Whether `save` wrote a folder, which then may be written again."""
+  return _OURS.items() <= _json_if_there(Path(path) / 'config.json').items()
+
+
 def content_hash(path: str | os.PathLike) -> str:
-  """SHA-256 of what a model is made of, its tokenizer included."""
+  """SHA-256 of what a model is made of, its tokenizer and template included."""
   path = Path(path)
-  every = [path / 'config.json', *weight_files(path), *path.glob('token*.json')]
-  return files.sha256(*sorted(every))
+  others = (path / name for name in _READ_BESIDE)
+  every = [path / 'config.json', *weight_files(path)]
+  every += [file for file in others if file.exists()]
+  named = ''.join(f'{file.name} {files.sha256(file)}\n' for file in every)
+  return hashlib.sha256(named.encode()).hexdigest()
 
 
-def _describe(c: TransformerConfig, padding: int) -> dict[str, Any]:
-  """A configuration in the words of Hugging Face."""
+def describe(c: TransformerConfig, padding: int = 0) -> dict[str, Any]:
+  """A configuration in the words of Hugging Face.
+
+  Args:
+    c: the sizes.
+    padding: rows more that the embedding shall have.
+
+  Raises:
+    ValueError: no architecture has what the model has.
+  """
   own = {'qkv_bias': c.qkv_bias, 'qk_norm': c.qk_norm}
   own = {key: value for key, value in own.items() if value}
   if own not in ARCHITECTURES.values():
@@ -366,20 +398,23 @@ def _stretched(rope: Mapping[str, Any], c: Mapping[str, Any]) -> dict[str, Any]:
   )
 
 
-def _window(c: Mapping[str, Any]) -> int | None:
-  """The attention window, if all layers have it."""
-  window, layers = c.get('sliding_window'), c['num_hidden_layers']
-  if not window or not c.get('use_sliding_window', True):
+def _window(name: str, c: Mapping[str, Any]) -> int | None:
+  """The attention window of an architecture, if all layers have it."""
+  if name == 'LlamaForCausalLM':
+    return None  # which looks at no such value
+  window, layers = c.get('sliding_window', 4096), c['num_hidden_layers']
+  if name != 'MistralForCausalLM' and not c.get('use_sliding_window', False):
     return None
-  if 'use_sliding_window' in c:  # in Qwen, from some layer on
-    first = c.get('max_window_layers', layers)
-    if first >= layers:
-      return None
-    if first > 0:
-      raise ValueError(
-        f'layers from {first} on have a window of {window} and the others none,'
-        ' which is not known'
-      )
+  first = 0 if name == 'MistralForCausalLM' else c.get('max_window_layers', 28)
+  kinds = [_SLIDING if i >= first else 'full' for i in range(layers)]
+  kinds = c.get('layer_types') or kinds
+  if not window or _SLIDING not in kinds:
+    return None
+  if set(kinds) != {_SLIDING}:
+    raise ValueError(
+      f'some layers have a window of {window} and others none, which is not'
+      ' known'
+    )
   return window
 
 

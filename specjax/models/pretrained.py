@@ -99,6 +99,11 @@ def load_tokenizer(
   reader = {'.gguf': gguf}.get(place.suffix)
   if place.is_dir():
     reader, place = huggingface, local(beside) if beside else place
+  elif reader and beside:
+    raise ValueError(
+      f'target.tokenizer_path is {beside}, but {path} has its own: leave it'
+      ' empty'
+    )
   if reader:
     return reader.load_tokenizer(place, start or None, end)
   if start or end:

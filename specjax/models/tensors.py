@@ -57,7 +57,9 @@ _NAMES = {
   'down': {'model.layers.{}.mlp.down_proj.weight': 'blk.{}.ffn_down.weight'},
 }
 _SAME = 'embedding', 'head'  # [V, D] here too
+OF_VOCABULARY = tuple(name for own in _SAME for name in _NAMES[own])
 _LISTED = 8  # names of a kind in one error
+_PADDING = 1024  # rows that an embedding may have beyond its tokenizer's ids
 
 
 def parts(config: TransformerConfig, gguf: bool = False) -> dict[str, Shapes]:
@@ -155,10 +157,11 @@ def join(
       it is left out.
 
   Raises:
-    ValueError: there are fewer rows than ids.
+    ValueError: there are fewer rows than ids, or far more.
   """
   layout = parts(config, gguf)
-  if vocab_size is not None and vocab_size > config.vocab_size:
+  padding = config.vocab_size - (vocab_size or config.vocab_size)
+  if not 0 <= padding <= _PADDING:
     raise ValueError(
       f'the tokenizer has {vocab_size} ids and the model {config.vocab_size}:'
       ' it is the tokenizer of another model'

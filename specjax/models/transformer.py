@@ -40,7 +40,7 @@ class TransformerConfig:
       `high` times in `rope_context` tokens stay, those that turn less than
       `low` times are divided, and between the two it is blended. (Llama 3.1,
       Grattafiori et al. 2024, arXiv 2407.21783)
-    rope_context: tokens, that the model was first trained on.
+    rope_context: tokens that the model was first trained on.
     qkv_bias: whether queries, keys and values have biases, as in Qwen2.
     qk_norm: whether each head's query and key are normed, as in Qwen3.
     attention_window: tokens that one looks back at, itself among them, as in
@@ -366,7 +366,7 @@ def frequency_divisors(config: TransformerConfig) -> Array:
 
 
 def _near(positions: Array, others: Array, window: int) -> Array:
-  """`[B, M, R]` whether others `[B, R]` are at most so far behind `[B, M]`."""
+  """`[B, M, R]` whether others `[B, R]` are less far behind `[B, M]`."""
   return others[:, None, :] > positions[..., None] - window
 
 
