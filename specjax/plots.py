@@ -343,6 +343,71 @@ def by_task(
   return save_figure(figure, path, handles)
 
 
+def peers(
+  path: Path,
+  rows: Iterable[Mapping[str, Any]],
+  title: str = 'Beside other software',
+) -> pathlib.Path:
+  """Tokens per second of every peer's ways to decode, a panel per temperature.
+
+  Args:
+    path: the PNG to write.
+    rows: with `peer`, `way`, `temperature`, `tokens_per_second`, `speedup` over
+      the plain decoding of the first row's peer, `speedup_min` and
+      `speedup_max`.
+    title: of the picture.
+
+  Returns:
+    The path.
+  """
+  rows = list(rows)
+  names = list(dict.fromkeys(row['peer'] for row in rows))
+  ways = list(dict.fromkeys(row['way'] for row in rows))
+  colours = dict(zip(names, itertools.cycle(_COLOURS)))
+  temperatures = list(dict.fromkeys(row['temperature'] for row in rows))
+  most = len({(row['peer'], row['way']) for row in rows})
+  figure = new_figure(
+    title, width=max(8.4, 4.8 * len(temperatures)), height=1.9 + 0.32 * most
+  )
+  panels = figure.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]
+  # Those of one way stand together.
+  order = sorted(
+    dict.fromkeys((row['way'], row['peer']) for row in rows),
+    key=lambda bar: (ways.index(bar[0]), names.index(bar[1])),
+  )
+  for panel, t in zip(panels, temperatures, strict=True):
+    own = {(r['way'], r['peer']): r for r in rows if r['temperature'] == t}
+    panel.axvline(1, color=GREY, linewidth=1)
+    for bar, row in own.items():
+      place, value = order.index(bar), row['speedup']
+      low, high = value - row['speedup_min'], row['speedup_max'] - value
+      panel.barh(
+        place,
+        value,
+        xerr=[[low], [high]],
+        color=colours[row['peer']],
+        error_kw={'elinewidth': 1.0, 'capsize': 2},
+      )
+      panel.annotate(
+        f'{row["tokens_per_second"]:,.0f} tokens/s',
+        (row['speedup_max'], place),
+        xytext=(4, 0),
+        textcoords='offset points',
+        va='center',
+        fontsize=8,
+      )
+    label_axes(panel, f'T = {t:g}', f'over plain {names[0]} (×; min–max)')
+    panel.grid(axis='y', visible=False)
+    panel.set_xlim(0, 1.35 * max(row['speedup_max'] for row in own.values()))
+  panels[0].set_yticks(range(len(order)), [way for way, _ in order])
+  panels[0].invert_yaxis()
+  handles = [
+    panels[0].barh(0, 0, color=colour, label=name)
+    for name, colour in colours.items()
+  ]
+  return save_figure(figure, path, handles)
+
+
 def draft_size(
   path: Path,
   sizes: Iterable[Mapping[str, Any]],

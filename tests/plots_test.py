@@ -101,7 +101,28 @@ SIZES = [  # not in order
   for ratio, k, speedup in ((0.5, 1, 0.8), (0.02, 8, 1.5), (0.1, 4, 1.9))
 ]
 
+PEERS = [
+  {
+    'peer': peer,
+    'way': way,
+    'temperature': t,
+    'tokens_per_second': 100 * speedup,
+    'speedup': speedup,
+    'speedup_min': speedup - 0.1,
+    'speedup_max': speedup + 0.2,
+  }
+  for t in (0.0, 1.0)
+  for peer, way, speedup in (
+    ('ours', 'plain', 1.0),
+    ('theirs', 'plain', 0.8),
+    ('ours', 'ngram@4', 1.5),
+    ('theirs', 'ngram@4', 1.2),
+    ('ours', 'early_exit:1@4', 1.3),
+  )
+]
+
 PICTURES = {
+  'peers': lambda path: plots.peers(path, PEERS),
   'draft size': lambda path: plots.draft_size(path, SIZES, longest=16),
   'losslessness': lambda path: plots.losslessness(
     path, TRANSFORMS, CERTIFICATE, DISPLAY
@@ -289,6 +310,28 @@ def test_sizes_stand_in_order_and_the_fastest_is_named(tmp_path, figure):
   drawn = [line.get_xydata().tolist() for line in speed.lines]
   assert [[0.1, 1.9]] in drawn  # the ring
   assert [[0.02, 1.0], [0.1, 1.4], [0.5, 0.8 - 0.5]] in drawn  # at K = 16
+
+
+def test_a_way_stands_beside_that_of_others(tmp_path, figure):
+  PICTURES['peers'](tmp_path / 'x.png')
+  greedy, sampled = figure().axes
+  assert [panel.get_title() for panel in figure().axes] == ['T = 0', 'T = 1']
+  assert [t.get_text() for t in greedy.get_yticklabels()] == [
+    'plain',
+    'plain',
+    'ngram@4',
+    'ngram@4',
+    'early_exit:1@4',
+  ]
+  bars = {
+    round(bar.get_y() + bar.get_height() / 2): bar.get_width()
+    for bar in sampled.patches
+    if bar.get_width()
+  }
+  assert bars == {0: 1.0, 1: 0.8, 2: 1.5, 3: 1.2, 4: 1.3}
+  places = {t.get_text(): t.xy for t in greedy.texts}
+  assert places['150 tokens/s'] == (pytest.approx(1.7), 2)
+  assert [t.get_text() for t in figure().legends[0].texts] == ['ours', 'theirs']
 
 
 def test_a_rejected_test_stands_beyond_the_threshold(tmp_path, figure):

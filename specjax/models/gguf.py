@@ -1,19 +1,22 @@
 """Checkpoints in GGUF, the format of llama.cpp: weights and tokenizer in one.
 
 Llama, Qwen2 and Qwen3, in F32, F16, BF16, Q8_0, Q4_0 and Q4_1. What is
-quantised is read as the numbers that it stands for.
+quantised is read as the numbers that it stands for. Written is F32, and no
+tokenizer.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
+import types
 from typing import Any
 
 import numpy as np
 
-from specjax import extras, tokenizers
+from specjax import extras, files, tokenizers
 from specjax.models import tensors
 from specjax.models.transformer import (
   Transformer,
@@ -65,6 +68,8 @@ _WORDS = {
 }
 # Types of tokens: of text, unknown, control, of the user, unused, bytes.
 _TEXT, _CONTROL, _OWN, _UNUSED = 1, (2, 3), 4, 5
+# That a model may be asked for. Rotations have no end of their own.
+_POSITIONS = 8192
 
 
 class File:
@@ -208,11 +213,54 @@ def load(
 
   def read(name):
     rows = file.read(name)
-    if paired and ('.attn_q.' in name or '.attn_k.' in name):
+    if paired and _is_rotated(name):
       return tensors.halves(rows, config.head_size)
     return rows
 
   return tensors.join(config, read, gguf=True, vocab_size=vocab_size)
+
+
+def save(model: Transformer, path: str | os.PathLike) -> None:
+  """Writes a model that llama.cpp can load, in F32, without its tokenizer.
+
+  Token ids go into it and come out.
+
+  Args:
+    model: the model.
+    path: of the file.
+
+  Raises:
+    ImportError: `gguf` is not installed.
+    ValueError: llama.cpp has no architecture for it.
+  """
+  c, library = model.config, extras.require('gguf', 'hf')
+  own = {'qkv_bias': c.qkv_bias, 'qk_norm': c.qk_norm}
+  has = {name: True for name, value in own.items() if value}
+  kind = next((k for k, more in ARCHITECTURES.items() if more == has), None)
+  if kind is None or c.attention_window:
+    raise ValueError(
+      'no architecture of llama.cpp has what this model has: biases'
+      f' {c.qkv_bias}, normed heads {c.qk_norm}, window {c.attention_window}'
+    )
+  with files.atomic(path) as file:
+    writer = library.GGUFWriter(file.name, kind)
+    _describe(writer, library, c)
+    for part in tensors.parts(c, gguf=True).values():
+      for name, shape in part.items():
+        _announce(writer, name, shape)
+    if c.rope_band:
+      _announce(writer, _DIVISORS, (c.head_size // 2,))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, array in tensors.split(model, gguf=True):
+      if kind == 'llama' and _is_rotated(name):
+        array = tensors.pairs(array, c.head_size)
+      writer.write_tensor_data(np.ascontiguousarray(array, np.float32))
+    if c.rope_band:
+      divisors = np.asarray(frequency_divisors(c), np.float32)
+      writer.write_tensor_data(divisors)
+    writer.close()
 
 
 def load_tokenizer(
@@ -273,6 +321,37 @@ def load_tokenizer(
     )
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
+
+
+def _is_rotated(name: str) -> bool:
+  return '.attn_q.' in name or '.attn_k.' in name
+
+
+def _announce(writer: Any, name: str, shape: tuple[int, ...]) -> None:
+  """Says of a tensor in F32 what stands before the tensors themselves."""
+  size = 4 * math.prod(shape)
+  writer.add_tensor_info(name, shape, np.dtype(np.float32), size)
+
+
+def _describe(writer: Any, library: types.ModuleType, c: TransformerConfig):
+  """The fields of a model."""
+  writer.add_file_type(library.LlamaFileType.ALL_F32)
+  writer.add_tokenizer_model('none')
+  writer.add_vocab_size(c.vocab_size)
+  writer.add_context_length(_POSITIONS)
+  writer.add_embedding_length(c.width)
+  writer.add_block_count(c.layers)
+  writer.add_feed_forward_length(c.hidden)
+  writer.add_head_count(c.heads)
+  writer.add_head_count_kv(c.kv_heads)
+  writer.add_key_length(c.head_size)
+  writer.add_value_length(c.head_size)
+  writer.add_layer_norm_rms_eps(c.norm_eps)
+  writer.add_rope_dimension_count(c.head_size)
+  writer.add_rope_freq_base(c.rope_theta)
+  if c.rope_factor != 1 and not c.rope_band:
+    writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(c.rope_factor)
 
 
 def _stretched(file: File, kind: str, size: int) -> dict[str, Any]:

@@ -176,9 +176,19 @@ def join(
   return assemble(dataclasses.replace(config, vocab_size=count), weights)
 
 
-def split(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
-  """The weights in the layout of Hugging Face, one after the other."""
-  layout = parts(model.config)
+def split(
+  model: Transformer, gguf: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
+  """The weights in another layout, one after the other.
+
+  Args:
+    model: whose they are.
+    gguf: whether by the names of GGUF, else by those of Hugging Face.
+
+  Yields:
+    A name, and a matrix `[outputs, inputs]` or a vector.
+  """
+  layout = parts(model.config, gguf)
   for (name, _), leaf in zip(
     _leaves(model.config), jax.tree.leaves(model), strict=True
   ):
@@ -202,8 +212,19 @@ def halves(rows: np.ndarray, size: int) -> np.ndarray:
     rows: `[heads * size, D]`.
     size: of a head.
   """
-  pairs = rows.reshape(-1, size // 2, 2, rows.shape[-1])
-  return pairs.swapaxes(1, 2).reshape(rows.shape)
+  paired = rows.reshape(-1, size // 2, 2, rows.shape[-1])
+  return paired.swapaxes(1, 2).reshape(rows.shape)
+
+
+def pairs(rows: np.ndarray, size: int) -> np.ndarray:
+  """Reorders rows of queries or keys for rotation by pairs: undoes `halves`.
+
+  Args:
+    rows: `[heads * size, D]`.
+    size: of a head.
+  """
+  halved = rows.reshape(-1, 2, size // 2, rows.shape[-1])
+  return halved.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _leaves(config: TransformerConfig):

@@ -1,0 +1,93 @@
+"""Decoding with llama.cpp, by its bindings llama-cpp-python, in float32."""
+
+import functools
+
+import llama_cpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from specjax.drafters.ngram import NGram
+
+ROOM = 256  # positions come in multiples of this
+
+
+class Decoder:
+  """A target, and the ways to draft for it that the bindings have."""
+
+  def __init__(self, path, threads, size):
+    """Opens a GGUF.
+
+    Args:
+      path: of the file.
+      threads: of every pass.
+      size: tokens of the longest text, drafts included.
+    """
+    self._open = functools.partial(
+      _Counted,
+      str(path),
+      n_ctx=-(-size // ROOM) * ROOM,
+      n_threads=threads,
+      n_threads_batch=threads,
+      type_k=llama_cpp.GGML_TYPE_F32,
+      type_v=llama_cpp.GGML_TYPE_F32,
+      verbose=False,
+    )
+    self._models = {}
+
+  def options(self, way, folder=None):
+    """What `decode` needs to draft in a way of ours.
+
+    Args:
+      way: a `contest.Way`; None is plain decoding.
+      folder: of its draft model; the bindings take none.
+
+    Returns:
+      Keyword arguments of `decode`; None if the bindings have no such way.
+    """
+    if way is not None and way.kind != 'ngram':
+      return None
+    if way not in self._models:
+      lookup = way and LlamaPromptLookupDecoding(NGram(way.k).n, way.k)
+      self._models[way] = self._open(draft_model=lookup)
+    return {'model': self._models[way]}
+
+  def versions(self):
+    """What a measurement depends on."""
+    system = llama_cpp.llama_print_system_info().decode()
+    return {
+      'llama-cpp-python': llama_cpp.__version__,
+      'llama.cpp': ' '.join(system.split()),
+    }
+
+  def decode(self, prompt, count, temperature, seed, model):
+    """Continues a prompt.
+
+    Args:
+      prompt: token ids.
+      count: new tokens.
+      temperature: 0 is greedy.
+      seed: of what is drawn.
+      model: with its draft, from `options`.
+
+    Returns:
+      The new tokens, and how often the target was asked for them.
+    """
+    model.reset()  # else the prompt is remembered, and its time saved
+    model.set_seed(seed)
+    model.passes = 0
+    text = model.generate(
+      prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0
+    )
+    tokens = [token for _, token in zip(range(count), text, strict=False)]
+    text.close()
+    return tokens, model.passes
+
+
+class _Counted(llama_cpp.Llama):
+  """Counts its passes."""
+
+  passes = 0
+
+  def eval(self, tokens):
+    """A pass."""
+    self.passes += 1
+    super().eval(tokens)
