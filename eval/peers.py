@@ -361,13 +361,13 @@ def mismatches(target, prompts, plain, own):
 def show(report):
   """Prints a table for each temperature."""
   console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 100)
+  console.width = max(console.width, 120)  # of the widest table
   for t in dict.fromkeys(row['temperature'] for row in report['rows']):
     rows = [row for row in report['rows'] if row['temperature'] == t]
     console.print(
       f'\nT = {t:g}, batch 1: {report["prompts"]} prompts of'
       f' {report["prompt_tokens"]:.0f} tokens, {report["tokens"]} new ones'
-      f' each, {report["threads"]} threads'
+      f' each, threads: {report["threads"]}'
     )
     table = rich.table.Table(
       box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)

@@ -389,7 +389,7 @@ def peers(
         error_kw={'elinewidth': 1.0, 'capsize': 2},
       )
       panel.annotate(
-        f'{row["tokens_per_second"]:,.0f} tokens/s',
+        f'{row["tokens_per_second"]:.3g} tokens/s',
         (row['speedup_max'], place),
         xytext=(4, 0),
         textcoords='offset points',
