@@ -46,7 +46,9 @@ def load(name):
   path = ROOT / 'eval' / f'{name}.py'
   spec = importlib.util.spec_from_file_location(f'{name}_script', path)
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(path.parent)  # as for a script that is started
+    spec.loader.exec_module(module)
   return module
 
 
@@ -307,7 +309,7 @@ def test_a_mistake_is_one_line_and_code_2(run):
     ),
     (
       ['eval/generate.py', here, '--k=-1'],
-      'decode.k is -1: it must be',
+      '--k is -1: it must be',
     ),
     (
       ['eval/speedup.py', here, '--draft=other'],
@@ -320,7 +322,7 @@ def test_a_mistake_is_one_line_and_code_2(run):
     (['eval/losslessness.py', here, '--verify=x'], "there is no rule 'x'"),
     (
       ['eval/losslessness.py', here, '--k=-1'],
-      'decode.k is -1: it must be',
+      '--k is -1: it must be',
     ),
     (
       ['eval/speedup.py', here, '--config.target.width=8'],
