@@ -48,7 +48,6 @@ from specjax import (
   warps,
 )
 from specjax import prompts as prompt_files
-from specjax.drafters.model import ModelDrafter
 from specjax.drafters.none import NoDrafter
 from specjax.models import gguf, huggingface
 from specjax.workspace import Workspace
@@ -228,7 +227,7 @@ def export(workspace, way):
   if way.kind != 'model':
     return None
   drafter = workspace.drafter(way.draft)
-  if not isinstance(drafter, ModelDrafter):
+  if not hasattr(drafter, 'model'):
     return None
   folder = workspace.folder / 'peers' / way.draft
   huggingface.save(drafter.model, folder, workspace.tokenizer)

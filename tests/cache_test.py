@@ -98,8 +98,9 @@ def test_attention_is_one_softmax_over_cache_and_block(heads, kv_heads):
   block = random(6, 2, B, kv_heads, M, D)
   cached = random(7, 2, B, kv_heads, S, D)
   visible = np.tri(M, dtype=bool)[None]
+  live = (np.arange(S) < np.asarray(LENGTH)[:, None])[:, None]
   got = toys.jit(caches.attend)(
-    query, tuple(block), visible, tuple(cached), LENGTH
+    query, tuple(block), visible, tuple(cached), live
   )
   assert got.dtype == jnp.float32 and got.shape == query.shape
   for b, h, m in itertools.product(range(B), range(heads), range(M)):

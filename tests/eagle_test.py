@@ -465,7 +465,7 @@ def test_a_run_s_draft_of_a_part_of_the_vocabulary(tmp_path):
     ({'eagle': {'unroll': 1}}, 'unroll is 1, and the draft length 2'),
     ({'eagle': {}}, 'unroll is None, and the draft length 2'),
     ({'eagle': {'unroll': 13}}, 'unroll is 13: texts of .* are 12 long'),
-    ({'vocab_size': 999}, 'vocab_size is 999: it must be at most .* 500'),
+    ({'vocab_size': 999}, 'vocab_size is 999: the tokenizer of .* has 500'),
     ({'eagle': {'unroll': 0}}, 'unroll is 0: it must be 1 or more'),
   ],
 )

@@ -59,14 +59,14 @@ def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
 def test_how_a_draft_is_scored_does_not_change_its_text(tmp_path):
   run = workspace(tmp_path, data={'corpus': 0.0, 'target': 1.0, 'refresh': 2})
   target, drafter = run.new_target(0), run.new_drafter(1)
-  recipes.batches(run, target, 'draft')(0, drafter)
+  recipes.batches(run, target, 'draft')(2, drafter)
   other = workspace(tmp_path, data={**run.config['data']})
   other.config['decode']['temperature'] = 0.5
   # In the middle of a generation only what was written for it will do.
-  recipes.batches(other, target, 'draft')(1, drafter)
+  recipes.batches(other, target, 'draft')(3, drafter)
   other.config['distill']['seed'] += 1
   with pytest.raises(ValueError, match='made from something else'):
-    recipes.batches(other, target, 'draft')(1, drafter)
+    recipes.batches(other, target, 'draft')(3, drafter)
 
 
 @pytest.mark.slow

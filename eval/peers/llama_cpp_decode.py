@@ -5,7 +5,7 @@ import functools
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from specjax.drafters.ngram import NGram
+from specjax import drafters
 
 ROOM = 256  # positions come in multiples of this
 
@@ -46,7 +46,9 @@ class Decoder:
     if way is not None and way.kind != 'ngram':
       return None
     if way not in self._models:
-      lookup = way and LlamaPromptLookupDecoding(NGram(way.k).n, way.k)
+      lookup = way and LlamaPromptLookupDecoding(
+        drafters.find('ngram').NGram(way.k).n, way.k
+      )
       self._models[way] = self._open(draft_model=lookup)
     return {'model': self._models[way]}
 

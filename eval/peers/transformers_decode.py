@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from specjax.drafters.ngram import NGram
+from specjax import drafters
 
 # Drafts are as long as they are told to be, and not as its heuristics say.
 FIXED = {
@@ -40,7 +40,7 @@ class Decoder:
     if way is None:
       return {}
     if way.kind == 'ngram':
-      size = NGram(way.k).n
+      size = drafters.find('ngram').NGram(way.k).n
       return {
         'prompt_lookup_num_tokens': way.k,
         'max_matching_ngram_size': size,
