@@ -45,19 +45,16 @@ def atomic(path: str | os.PathLike) -> Iterator[BinaryIO]:
       partial.unlink()
 
 
-def sha256(*paths: str | os.PathLike) -> str:
-  """SHA-256 of a file, or of several one after the other, in hexadecimal.
+def sha256(path: str | os.PathLike) -> str:
+  """SHA-256 of a file, in hexadecimal.
 
   Raises:
     FileNotFoundError: there is none.
   """
-  digest = hashlib.sha256()
-  for path in paths:
-    if not os.path.isfile(path):
-      raise FileNotFoundError(f'there is no file {path}')
-    with open(path, 'rb') as file:
-      hashlib.file_digest(file, lambda: digest)
-  return digest.hexdigest()
+  if not os.path.isfile(path):
+    raise FileNotFoundError(f'there is no file {path}')
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 @contextlib.contextmanager

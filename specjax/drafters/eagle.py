@@ -460,8 +460,12 @@ def build(config, target, rngs) -> Eagle:
         ' from 0, and -1 is its embedding'
       )
   vocabulary = tuple(config.get('vocabulary', ()))
-  same = {'layers': 1, 'dtype': 'float32', 'remat': False}
-  same['attention_window'] = None  # it looks back at all
+  same = {
+    'layers': 1,
+    'dtype': 'float32',
+    'remat': False,
+    'attention_window': None,  # it looks back at all
+  }
   layer = dataclasses.replace(target, **same, **sizes)
   net = EagleNet(layer, len(taps) + 1, len(vocabulary), rngs)
   return Eagle(net, config['k'], tuple(taps), unroll, vocabulary)

@@ -68,8 +68,6 @@ _WORDS = {
 }
 # Types of tokens: of text, unknown, control, of the user, unused, bytes.
 _TEXT, _CONTROL, _OWN, _UNUSED = 1, (2, 3), 4, 5
-# That a model may be asked for. Rotations have no end of their own.
-_POSITIONS = 8192
 
 
 class File:
@@ -198,12 +196,9 @@ def load(
   """
   file = File(path)
   config = read_config(file, dtype)
-  wanted = {}
-  for part in tensors.parts(config, gguf=True).values():
-    wanted |= part
   found = {n: s for n, s in file.shapes().items() if n != _DIVISORS}
-  tensors.check(wanted, found, f'{path}')
-  kinds = {file.tensors[name].tensor_type.name for name in wanted}
+  tensors.check(config, found, f'{path}', gguf=True)
+  kinds = {file.tensors[name].tensor_type.name for name in found}
   if kinds - {*_TYPES}:
     raise ValueError(
       f'{path} has weights of type {", ".join(sorted(kinds - {*_TYPES}))}:'
@@ -338,7 +333,7 @@ def _describe(writer: Any, library: types.ModuleType, c: TransformerConfig):
   writer.add_file_type(library.LlamaFileType.ALL_F32)
   writer.add_tokenizer_model('none')
   writer.add_vocab_size(c.vocab_size)
-  writer.add_context_length(_POSITIONS)
+  writer.add_context_length(tensors.POSITIONS)
   writer.add_embedding_length(c.width)
   writer.add_block_count(c.layers)
   writer.add_feed_forward_length(c.hidden)

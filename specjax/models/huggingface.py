@@ -48,8 +48,6 @@ _READ_BESIDE = (
   'generation_config.json',
 )
 _FETCHED = ('*.json', '*.safetensors', '*.jinja', 'README.md')
-# That a model may be asked for. Rotations have no end of their own.
-_POSITIONS = 8192
 _SLIDING = 'sliding_attention'  # what a layer with a window is called
 _FILES = '.gguf', '.bin', '.safetensors'
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+(@[\w./-]+)?')
@@ -172,15 +170,12 @@ def load(
       except Exception as error:  # an exception of the library's own
         raise ValueError(f'{file} is not whole: {error}') from error
       holders |= dict.fromkeys(holder.keys(), holder)
-    wanted = {}
-    for part in tensors.parts(config).values():
-      wanted |= part
     shapes = {
       name: tuple(holder.get_slice(name).get_shape())
       for name, holder in holders.items()
       if not _is_derived(name, config)
     }
-    tensors.check(wanted, shapes, f'{path}')
+    tensors.check(config, shapes, f'{path}')
     return tensors.join(
       config,
       lambda name: holders[name].get_tensor(name),
@@ -369,7 +364,7 @@ def describe(c: TransformerConfig, padding: int = 0) -> dict[str, Any]:
     'intermediate_size': c.hidden,
     'head_dim': c.head_size,
     'hidden_act': 'silu',
-    'max_position_embeddings': _POSITIONS,
+    'max_position_embeddings': tensors.POSITIONS,
     'rope_parameters': rope,
     'rope_theta': c.rope_theta,
     'rope_scaling': scaling,

@@ -58,6 +58,8 @@ _NAMES = {
 }
 _SAME = 'embedding', 'head'  # [V, D] here too
 OF_VOCABULARY = tuple(name for own in _SAME for name in _NAMES[own])
+# That a model which is written may be asked for: rotations have no end.
+POSITIONS = 8192
 _LISTED = 8  # names of a kind in one error
 _PADDING = 1024  # rows that an embedding may have beyond its tokenizer's ids
 
@@ -94,17 +96,23 @@ def parts(config: TransformerConfig, gguf: bool = False) -> dict[str, Shapes]:
   return found
 
 
-def check(wanted: Shapes, found: Shapes, path: str) -> None:
+def check(
+  config: TransformerConfig, found: Shapes, path: str, gguf: bool = False
+) -> None:
   """Refuses a checkpoint that is not of the model that it says.
 
   Args:
-    wanted: by name.
-    found: likewise.
+    config: the sizes that it says.
+    found: shapes of its tensors, by name.
     path: of the checkpoint, for the message.
+    gguf: whether these are the names of GGUF, else those of Hugging Face.
 
   Raises:
     ValueError: tensors are missing, or nobody's, or of another shape.
   """
+  wanted: dict[str, tuple[int, ...]] = {}
+  for part in parts(config, gguf).values():
+    wanted |= part
   wrong = {
     'missing': [name for name in wanted if name not in found],
     'not known': [name for name in found if name not in wanted],
