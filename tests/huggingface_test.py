@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 
-from specjax import generation, tokenizers, warps
-from specjax.drafters.none import NoDrafter
+from specjax import tokenizers
 from specjax.models import huggingface, tensors
 
 safetensors = pytest.importorskip('safetensors', reason='no safetensors')
@@ -76,17 +76,6 @@ def logits(model, ids):
   return np.asarray(model.unembed(output.features))
 
 
-def greedy(model, prompt, count):
-  return generation.generate(
-    model,
-    NoDrafter(),
-    [prompt],
-    key=jax.random.key(0),
-    max_new_tokens=count,
-    warp=warps.temperature(0.0),
-  ).new_tokens()[0]
-
-
 @pytest.mark.parametrize('family', FAMILIES)
 def test_logits_and_greedy_text_are_those_of_transformers(family, tmp_path):
   theirs = made(family, tmp_path)
@@ -100,7 +89,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(family, tmp_path):
   text = theirs.generate(
     torch.tensor(prompt), max_new_tokens=64, do_sample=False
   )
-  assert greedy(ours, prompt[0].tolist(), 64) == text[0, 20:].tolist()
+  assert toys.greedy(ours, prompt[0].tolist(), 64) == text[0, 20:].tolist()
 
 
 @pytest.mark.parametrize(

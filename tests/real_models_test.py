@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scripts
+import toys
 
-from specjax import generation, warps
-from specjax.drafters.none import NoDrafter
 from specjax.models import gguf, llama2c
 
 pytestmark = pytest.mark.slow
@@ -48,17 +47,6 @@ def smollm2():
   return path, tokenizer, gguf.load(path, vocab_size=tokenizer.vocab_size)
 
 
-def greedy(model, prompt, count):
-  return generation.generate(
-    model,
-    NoDrafter(),
-    [prompt],
-    key=jax.random.key(0),
-    max_new_tokens=count,
-    warp=warps.temperature(0.0),
-  ).new_tokens()[0]
-
-
 def features(model, tokens):
   return model.forward(tokens, jnp.zeros_like(tokens)).features
 
@@ -90,7 +78,7 @@ def test_smollm2_is_that_of_transformers(smollm2):
     do_sample=False,
     eos_token_id=None,
   )
-  assert greedy(model, chat, 64) == text[0, len(chat) :].tolist()
+  assert toys.greedy(model, chat, 64) == text[0, len(chat) :].tolist()
 
 
 @pytest.mark.skipif(not TEXT.exists(), reason=f'no text {TEXT}')
@@ -118,5 +106,5 @@ def test_smollm2_is_as_sure_of_wikitext_as_it_should_be(smollm2):
 def test_stories260k_tells_the_story_of_llama2c():
   model = llama2c.load(STORIES)
   tokenizer = llama2c.load_tokenizer(STORIES.with_name('tok512.bin'), STORIES)
-  story = tokenizer.decode(greedy(model, tokenizer.start, 200))
+  story = tokenizer.decode(toys.greedy(model, tokenizer.start, 200))
   assert story.strip() == STORY

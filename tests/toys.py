@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax import generation, warps
 from specjax.drafters.model import ModelDrafter
+from specjax.drafters.none import NoDrafter
 from specjax.heads import HeadsDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -38,6 +40,18 @@ def transformer(seed=0, cls=Transformer, **changes):
     return jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype)
 
   return jax.tree.map(livelier, shapes)
+
+
+def greedy(model, prompt, count):
+  """The tokens that plain greedy decoding puts behind a prompt."""
+  return generation.generate(
+    model,
+    NoDrafter(),
+    [prompt],
+    key=jax.random.key(0),
+    max_new_tokens=count,
+    warp=warps.temperature(0.0),
+  ).new_tokens()[0]
 
 
 def markov(seed=0, order=1, vocab=5, scale=1.0):

@@ -347,22 +347,23 @@ def norm(x: Array, scale: Array, eps: float) -> Array:
 
 def rotations(config: TransformerConfig, positions: Array) -> Array:
   """Angles `[B, 1, M, head_dim / 2]` at positions `[B, M]`."""
-  half = config.head_size // 2
-  frequencies = config.rope_theta ** (-jnp.arange(half) / half)
-  frequencies /= frequency_divisors(config)
+  frequencies = _frequencies(config) / frequency_divisors(config)
   return positions[:, None, :, None] * frequencies
 
 
 def frequency_divisors(config: TransformerConfig) -> Array:
   """What each rotary frequency is divided by, to read further: `[D / 2]`."""
-  half = config.head_size // 2
   if config.rope_band is None:
-    return jnp.full(half, config.rope_factor)
-  frequencies = config.rope_theta ** (-jnp.arange(half) / half)
-  turns = frequencies * (config.rope_context / (2 * math.pi))
+    return jnp.full(config.head_size // 2, config.rope_factor)
+  turns = _frequencies(config) * (config.rope_context / (2 * math.pi))
   low, high = config.rope_band
   kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
   return 1 / (kept + (1 - kept) / config.rope_factor)
+
+
+def _frequencies(config: TransformerConfig) -> Array:
+  half = config.head_size // 2
+  return config.rope_theta ** (-jnp.arange(half) / half)
 
 
 def _near(positions: Array, others: Array, window: int) -> Array:
