@@ -34,6 +34,7 @@ import rich.table
 from absl import flags
 
 from specjax import (
+  benchmark,
   contest,
   decode,
   experiment,
@@ -67,7 +68,6 @@ THREADS = flags.DEFINE_integer(
   'threads', None, 'and CPUs, of everyone (default: all)'
 )
 
-ROOM = 256  # tokens: a program is compiled for each multiple that is needed
 OURS, PLAIN = 'specjax', 'plain'
 NEAR_TIE = 1e-3  # of logits: others sum in another order, layer after layer
 INSTALL = "pip install '.[peers]'"
@@ -265,7 +265,7 @@ def enter(workspace, ways, peers, drafts, temperature):
       [prompt],
       key=jax.random.key(seed),
       max_new_tokens=count,
-      room=room(prompt, count),
+      room=benchmark.room(len(prompt) + count),
     )
     state = generation.advance(
       target, drafter, rule, warp, ends, state, decode.FOREVER
@@ -288,11 +288,6 @@ def enter(workspace, ways, peers, drafts, temperature):
   return arms
 
 
-def room(prompt, count):
-  """What a buffer of ours holds."""
-  return -(-(len(prompt) + count) // ROOM) * ROOM
-
-
 def measure(workspace, arms, prompts, temperature):
   """The rows of a temperature."""
   calls = {
@@ -300,7 +295,9 @@ def measure(workspace, arms, prompts, temperature):
     for arm, f in arms.items()
   }
   count = workspace.config['decode']['max_new_tokens']
-  rooms = {room(prompt, count): i for i, prompt in enumerate(prompts)}
+  rooms = {
+    benchmark.room(len(prompt) + count): i for i, prompt in enumerate(prompts)
+  }
   title = f'T = {temperature:g}'
   with logs.Progress(len(calls), f'{title}: begin', unit='arms') as progress:
     for arm in calls.values():

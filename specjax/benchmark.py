@@ -58,11 +58,11 @@ def run(
   by_room: dict[int, list[str]] = {}
   for task, prompts in tasks.items():
     longest = max(map(len, prompts)) + max_new_tokens
-    by_room.setdefault(-(-longest // ROOM) * ROOM, []).append(task)
+    by_room.setdefault(room(longest), []).append(task)
   total = sum(map(len, tasks.values())) * len(temperatures) * repeats
   seconds: dict[tuple[float, Arm], list[np.ndarray]] = {}
   with logs.Progress(total, 'decode', unit='turns') as progress:
-    for room, names in sorted(by_room.items()):
+    for size, names in sorted(by_room.items()):
       programs: dict[Any, Any] = {}
       for task, t in itertools.product(names, temperatures):
         found = contest.Contest(
@@ -73,7 +73,7 @@ def run(
           groups=[[prompt] for prompt in tasks[task]],
           max_new_tokens=max_new_tokens,
           temperature=t,
-          room=room,
+          room=size,
         )
         programs |= timing.compile_all(found.lowered(programs))
         found.compiled(programs)
@@ -87,6 +87,11 @@ def run(
         for arm, took in found.seconds.items():
           seconds.setdefault((t, arm), []).append(np.array(took))
   return rows + _all_tasks(rows, seconds, temperatures, arms)
+
+
+def room(tokens: int) -> int:
+  """Tokens of a buffer for so many."""
+  return -(-tokens // ROOM) * ROOM
 
 
 def _all_tasks(rows, seconds, temperatures, arms) -> list[dict[str, Any]]:
