@@ -280,6 +280,18 @@ def prompts(
   return np.stack([ids[i : i + length] for i in taken]).astype(np.int32)
 
 
+def require_as_many(count: int, vocab_size: int) -> None:
+  """Refuses a draft of more tokens than its tokenizer has.
+
+  Raises:
+    ValueError: `count` is above `vocab_size`.
+  """
+  if count > vocab_size:
+    raise ValueError(
+      f'draft.vocab_size is {count}: the tokenizer has {vocab_size} tokens'
+    )
+
+
 def _weight(segments: np.ndarray) -> np.ndarray:
   # A token has something to be predicted from if its neighbour on the left is
   # of the same segment. Padding, segment 0, is not to be predicted.
@@ -299,9 +311,6 @@ def frequent(ids: np.ndarray, vocab_size: int, count: int) -> list[int]:
   Raises:
     ValueError: there are fewer.
   """
-  if count > vocab_size:
-    raise ValueError(
-      f'draft.vocab_size is {count}: the tokenizer has {vocab_size} tokens'
-    )
+  require_as_many(count, vocab_size)
   times = np.bincount(ids, minlength=vocab_size)
   return np.sort(np.argsort(-times, kind='stable')[:count]).tolist()

@@ -206,7 +206,9 @@ class Written:
     self, since: int, model: Drafter, at_hand: bool
   ) -> texts.Text:
     old = self._folder / f'step0-{self._name}.npz'  # of an earlier version
-    if since == 0 and self._by is by_target and not old.exists():
+    writer, drafter = self._by(self._target, model, since)
+    alone = writer is self._target and isinstance(drafter, NoDrafter)
+    if alone and not old.exists():
       at_hand = True
       made_from = {**self._made_from, 'refresh': None}
       spelt = json.dumps(made_from, sort_keys=True).encode()

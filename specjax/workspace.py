@@ -301,11 +301,7 @@ class Workspace:
       config['model'] = _sizes_of(like, config['model'])
     if config.get('vocab_size'):
       size = self.tokenizer.vocab_size
-      if config['vocab_size'] > size:
-        raise ValueError(
-          f'draft.vocab_size is {config["vocab_size"]}: the tokenizer has'
-          f' {size} tokens'
-        )
+      data.require_as_many(config['vocab_size'], size)  # before text is written
       if self.corpus.name == corpora.NONE:
         ids = np.concatenate(self._text('train').sequences())
       else:
