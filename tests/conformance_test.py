@@ -348,6 +348,9 @@ print('all')
       **os.environ,
       'PYTHONPATH': f'{scripts.ROOT}:{scripts.ROOT / "tests"}',
       'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+      # A thread for each of four devices in each exchange of a round: with as
+      # many threads as cores, devices wait for one another in two of them.
+      'NPROC': '32',
     },
     capture_output=True,
     text=True,

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
 import json
 
 import jax
@@ -306,16 +305,7 @@ def test_a_warp_and_a_price_are_those_of_all_parts():
   assert key(mixture.at(2)) == places[0]
 
 
-def load():
-  """The script, as a module."""
-  path = scripts.ROOT / 'eval' / 'drafters.py'
-  spec = importlib.util.spec_from_file_location('drafters_script', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-SCRIPT = load()
+SCRIPT = scripts.load('eval/drafters.py')
 
 
 def test_missing_drafts_are_refused_with_what_trains_them(run):

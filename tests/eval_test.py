@@ -1,9 +1,9 @@
 """The scripts that measure a run: what they write, say and refuse."""
 
-import importlib.util
 import json
 
 import pytest
+import scripts
 from scripts import ROOT, finish, start
 
 from specjax import experiment, logs, runs
@@ -39,17 +39,6 @@ def untrained(folder, page):
   with logs.Logger(folder / 'logs' / 'pretrain') as logger:
     logger.write(1, loss=2.0, nats=2.0, bits_per_byte=3.0)
   return folder
-
-
-def load(name):
-  """A script, as a module."""
-  path = ROOT / 'eval' / f'{name}.py'
-  spec = importlib.util.spec_from_file_location(f'{name}_script', path)
-  module = importlib.util.module_from_spec(spec)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(path.parent)  # as for a script that is started
-    spec.loader.exec_module(module)
-  return module
 
 
 def test_speedup_reports_and_draws(run):
@@ -138,7 +127,7 @@ def test_speedup_reports_and_draws(run):
 
 
 def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
-  speedup = load('speedup')
+  speedup = scripts.load('eval/speedup.py')
 
   def said(*margins, dtype='float32'):
     mismatches = [{'margin': margin} for margin in margins]
@@ -158,7 +147,7 @@ def test_text_that_leaves_plain_decoding_by_more_than_a_near_tie_fails():
 
 
 def test_the_conclusion_names_the_fastest_size_and_what_is_as_fast():
-  draft_size = load('draft_size')
+  draft_size = scripts.load('eval/draft_size.py')
 
   def row(name, ratio, speedup, spread):
     return {
@@ -186,7 +175,7 @@ def test_the_conclusion_names_the_fastest_size_and_what_is_as_fast():
 def test_sizes_differ_in_the_model_and_its_learning_rate_alone():
   config = experiment.load(ROOT / 'configs' / 'stdlib.py').to_dict()
   columns = config['draft_sizes']
-  found = load('draft_size').configs(config)
+  found = scripts.load('eval/draft_size.py').configs(config)
   assert len(found) == len(columns['width'])
   for i, (name, own) in enumerate(found.items()):
     sizes = own['draft'].pop('model') | own['distill']

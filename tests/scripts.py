@@ -1,9 +1,13 @@
 """Runs the scripts as a user does."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
+
+import pytest
+from absl import flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -39,3 +43,17 @@ def finish(process, timeout=600):
 def run(script, *arguments):
   """Starts and finishes it."""
   return finish(start(script, *arguments))
+
+
+def load(script):
+  """A script as a module; its flags are not kept, for others have the same."""
+  path = ROOT / script
+  spec = importlib.util.spec_from_file_location(f'{path.stem}_script', path)
+  module = importlib.util.module_from_spec(spec)
+  before = set(flags.FLAGS)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(path.parent)  # as for a script that is started
+    spec.loader.exec_module(module)
+  for name in set(flags.FLAGS) - before:
+    delattr(flags.FLAGS, name)
+  return module
