@@ -12,7 +12,6 @@ import codecs
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import time
@@ -208,89 +207,6 @@ class BPE(Tokenizer):
     """Encodes several texts in parallel."""
     encodings = self._model.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
-
-
-class ScoredBPE(Tokenizer):
-  """Byte-pair encoding by scores, as SentencePiece and llama2.c have it.
-
-  A text is cut into characters, those that are no piece into bytes; then the
-  neighbours whose union is the piece of the highest score are merged, the
-  leftmost first, until none is. A space is put before a text, so that its first
-  word is a word like others, and decoding gives the text with that space.
-  """
-
-  eos_id = 2
-  bos_id = 1
-  _CONTROL = 3  # unknown, begin, end: ids that no text has
-
-  def __init__(self, pieces: Sequence[bytes], scores: Sequence[float]):
-    """Takes pieces and scores by id.
-
-    Args:
-      pieces: the bytes of each; '<0x0A>' stands for the byte 10.
-      scores: the higher, the earlier it is merged.
-
-    Raises:
-      ValueError: a byte has no piece.
-    """
-    self.serialised = json.dumps(
-      {
-        'model': {
-          'type': 'ScoredBPE',
-          # Latin-1 has a character for each byte.
-          'pieces': [piece.decode('latin-1') for piece in pieces],
-          'scores': list(scores),
-        }
-      }
-    )
-    self._raw, self._scores = tuple(pieces), tuple(scores)
-    own = range(self._CONTROL, len(pieces))
-    self._ids = {pieces[i]: i for i in reversed(own)}
-    self._bytes = []
-    for byte in range(256):
-      name = f'<0x{byte:02X}>'
-      if name.encode() not in self._ids:
-        raise ValueError(f'the tokenizer has no piece {name}')
-      self._bytes.append(self._ids[name.encode()])
-    text = [b''] * self._CONTROL + [pieces[i] for i in own]
-    for byte, i in enumerate(self._bytes):
-      text[i] = bytes([byte])
-    self.pieces = tuple(text)
-    # Where no piece goes on behind a word, words can be taken one by one.
-    apart = not any(re.search(rb'[^ ] ', piece) for piece in self._ids)
-    self._words = re.compile(r' *[^ ]+| +' if apart else r'(?s:.+)')
-    self._word = functools.lru_cache(1 << 16)(self._encode_word)
-
-  @classmethod
-  def parse(cls, serialised: str) -> ScoredBPE:
-    """The inverse of `serialised`."""
-    model = json.loads(serialised)['model']
-    pieces = [piece.encode('latin-1') for piece in model['pieces']]
-    return cls(pieces, model['scores'])
-
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes several texts."""
-    return [self._encode(text) for text in texts]
-
-  def _encode(self, text: str) -> list[int]:
-    words = self._words.findall(f' {text}') if text else ()
-    return [i for word in words for i in self._word(word)]
-
-  def _encode_word(self, word: str) -> tuple[int, ...]:
-    ids = []
-    for character in word:
-      own = character.encode()
-      known = self._ids.get(own)
-      ids += [self._bytes[b] for b in own] if known is None else [known]
-    while True:
-      found, best, at = None, -math.inf, 0
-      for i in range(len(ids) - 1):
-        union = self._ids.get(self._raw[ids[i]] + self._raw[ids[i + 1]])
-        if union is not None and self._scores[union] > best:
-          found, best, at = union, self._scores[union], i
-      if found is None:
-        return tuple(ids)
-      ids[at : at + 2] = [found]
 
 
 class Pretrained(Tokenizer):
@@ -608,13 +524,10 @@ def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
   """A tokenizer as others read it.
 
   Args:
-    tokenizer: any but `ScoredBPE`.
+    tokenizer: any of this module.
 
   Returns:
     What goes into tokenizer.json, and into tokenizer_config.json.
-
-  Raises:
-    ValueError: it has no such form.
   """
   settings = {
     'tokenizer_class': 'PreTrainedTokenizerFast',
@@ -639,16 +552,11 @@ def portable(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     whole.decoder = hf.decoders.ByteLevel()
     model = json.loads(whole.to_str())
     model['added_tokens'] = [added(tokenizer.eos_id, EOS)]
-  elif not isinstance(tokenizer, BPE):
-    raise ValueError(
-      f'a tokenizer of the kind {type(tokenizer).__name__} cannot be exported'
-    )
   return model, {**settings, 'eos_token': EOS}
 
 
 _PARSERS = {
   'Bytes': Bytes.parse,
   'BPE': BPE.parse,
-  'ScoredBPE': ScoredBPE.parse,
   'Pretrained': Pretrained.parse,
 }

@@ -63,3 +63,23 @@ def tokenizer(path, pieces):
     file.write(struct.pack('<I', max(len(piece) for piece, _ in pieces)))
     for piece, score in pieces:
       file.write(struct.pack('<fi', score, len(piece)) + piece)
+
+
+def merged(text, pieces):
+  """Ids of a text: all its neighbours over and over, the best first."""
+  ids = {piece: i for i, (piece, _) in enumerate(pieces) if i > 2}
+  found = []
+  for character in f' {text}' if text else '':
+    raw = character.encode()
+    names = [f'<0x{byte:02X}>'.encode() for byte in raw]
+    found += [raw] if raw in ids else names
+  while True:
+    pairs = [
+      (-pieces[ids[a + b]][1], i)
+      for i, (a, b) in enumerate(zip(found, found[1:], strict=False))
+      if a + b in ids
+    ]
+    if not pairs:
+      return [ids[piece] for piece in found]
+    _, i = min(pairs)
+    found[i : i + 2] = [found[i] + found[i + 1]]

@@ -1,8 +1,13 @@
 """Checkpoints of llama2.c against a forward pass written after `run.c`."""
 
+import functools
 import json
+import pathlib
 import struct
+import tempfile
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import llama2c_files
@@ -143,6 +148,50 @@ def test_the_tokenizer_is_the_one_that_lies_beside(tmp_path):
     llama2c.tokenizer_beside(model)
 
 
+@functools.cache
+def tokenizer(apart=True):
+  pieces = llama2c_files.pieces()
+  if not apart:  # a piece that goes on behind a word
+    pieces.append((b'a t', 1.0))
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / 'tok.bin'
+    llama2c_files.tokenizer(path, pieces)
+    return llama2c.load_tokenizer(path), pieces
+
+
+@hypothesis.given(
+  st.booleans(),
+  # U+2581 is a space there.
+  st.text(st.sampled_from('then adirgé \n𝒳'), max_size=30)
+  | st.text(st.characters(exclude_characters='\u2581', codec='utf-8')),
+)
+def test_scores_decide_what_is_merged(apart, text):
+  found, pieces = tokenizer(apart)
+  ids = found.encode(text)
+  assert ids == llama2c_files.merged(text, pieces)
+  assert found.decode(ids) == (f' {text}' if text else '')
+  assert not {0, 1, 2} & set(ids)
+
+
+def test_a_merge_within_a_word_may_be_of_any_score():
+  # ' the' is the union of ' t' (-1) and 'he' (-2): 'the' has no way to be
+  # made, though of a higher score, since both its parts are merged before.
+  found, _ = tokenizer()
+  names = [found.pieces[i] for i in found.encode('the other')]
+  assert names == [b' the', b' ', b'o', b'ther']
+
+
+def test_a_tokenizer_goes_through_a_file(tmp_path):
+  found, _ = tokenizer()
+  found.save(tmp_path / 'tokenizer.json')
+  again = tokenizers.load(tmp_path / 'tokenizer.json')
+  assert again.hash == found.hash and again.pieces == found.pieces
+  text = 'and the other thing é𝒳'
+  assert again.encode(text) == found.encode(text)
+  assert again.start == [1] and again.eos_id == 2 and again.end_ids == [2, 1]
+  assert tokenizer(False)[0].hash != found.hash
+
+
 def page(path):
   config = experiment.load(scripts.ROOT / 'configs' / 'stories260k.py:tiny')
   flags = [f'--config.target.path={path}']
@@ -162,7 +211,7 @@ def test_a_run_adopts_a_target_and_keeps_it(tmp_path):
   with pytest.raises(FileNotFoundError, match='no target yet: run `python'):
     run.target()
   run.adopt_target()
-  assert isinstance(run.tokenizer, tokenizers.ScoredBPE)
+  assert isinstance(run.tokenizer, tokenizers.Pretrained)
   assert len(run.config['target']['sha256']) == 64
   own, theirs = (
     jax.tree.leaves(run.target()),

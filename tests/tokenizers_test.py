@@ -2,7 +2,6 @@ import functools
 import json
 
 import hypothesis
-import llama2c_files
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -128,64 +127,3 @@ def test_errors_name_what_is_wrong(tmp_path):
       tokenizers.load(tmp_path / 't.json')
   with pytest.raises(ValueError, match='no end-of-document token'):
     tokenizers.BPE(tokenizers.hf.Tokenizer(tokenizers.hf.models.BPE()).to_str())
-
-
-@functools.cache
-def _scored(apart=True):
-  pieces = llama2c_files.pieces()
-  if not apart:
-    pieces.append((b'a t', 1.0))
-  return tokenizers.ScoredBPE(*zip(*pieces, strict=True))
-
-
-def _merged(text, pieces, scores):
-  """All neighbours of the whole text, over and over, best first."""
-  ids = {piece: i for i, piece in enumerate(pieces) if i > 2}
-  found = []
-  for character in f' {text}' if text else '':
-    raw = character.encode()
-    names = [f'<0x{byte:02X}>'.encode() for byte in raw]
-    found += [raw] if raw in ids else names
-  while True:
-    pairs = [
-      (-scores[ids[a + b]], i)
-      for i, (a, b) in enumerate(zip(found, found[1:], strict=False))
-      if a + b in ids
-    ]
-    if not pairs:
-      return [ids[piece] for piece in found]
-    _, i = min(pairs)
-    found[i : i + 2] = [found[i] + found[i + 1]]
-
-
-@hypothesis.given(
-  st.booleans(),
-  st.text(st.sampled_from('then adirgé \n𝒳'), max_size=30) | st.text(),
-)
-def test_scores_decide_what_is_merged(apart, text):
-  tokenizer = _scored(apart)
-  ids = tokenizer.encode(text)
-  model = json.loads(tokenizer.serialised)['model']
-  raw = [piece.encode('latin-1') for piece in model['pieces']]
-  assert ids == _merged(text, raw, model['scores'])
-  assert tokenizer.decode(ids) == (f' {text}' if text else '')
-  assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
-
-
-def test_a_merge_within_a_word_may_be_of_any_score():
-  # ' the' is the union of ' t' (-1) and 'he' (-2): 'the' has no way to be
-  # made, though of a higher score, since both its parts are merged before.
-  tokenizer = _scored()
-  names = [tokenizer.pieces[i] for i in tokenizer.encode('the other')]
-  assert names == [b' the', b' ', b'o', b'ther']
-
-
-def test_scored_pieces_round_trip_through_a_file(tmp_path):
-  tokenizer = _scored()
-  tokenizer.save(tmp_path / 'tokenizer.json')
-  again = tokenizers.load(tmp_path / 'tokenizer.json')
-  assert again.hash == tokenizer.hash and again.pieces == tokenizer.pieces
-  text = 'and the other thing é𝒳'
-  assert again.encode(text) == tokenizer.encode(text)
-  assert again.start == [1] and tokenizers.Bytes().start == []
-  assert _scored(False).hash != tokenizer.hash

@@ -10,19 +10,25 @@ A negative vocab_size says that the classifier is not the embedding. See
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pathlib
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from specjax import tokenizers
 from specjax.models import tensors
 from specjax.models.transformer import Transformer, TransformerConfig
-from specjax.tokenizers import ScoredBPE
+from specjax.tokenizers import Pretrained
 
 _VERSIONED = 0x616B3432  # begins a file of a later version
+# The first ids, under whatever names: what is unknown, and what begins and ends
+# a document.
+_CONTROL = '<unk>', '<s>', '</s>'
 
 
 class Header(NamedTuple):
@@ -149,7 +155,7 @@ def load(path: str | os.PathLike, dtype: str = 'float32') -> Transformer:
 
 def load_tokenizer(
   path: str | os.PathLike, model: str | os.PathLike | None = None
-) -> ScoredBPE:
+) -> Pretrained:
   """Reads a tokenizer: its longest piece, then score, length, bytes of each.
 
   Args:
@@ -175,7 +181,7 @@ def load_tokenizer(
         raise ValueError('the next goes on behind the end')
       pieces.append(data[at - length : at])
       scores.append(score)
-    tokenizer = ScoredBPE(pieces, scores)
+    tokenizer = _tokenizer(pieces, scores)
   except (struct.error, ValueError) as error:
     raise ValueError(
       f'{path} is no tokenizer of llama2.c, or not all of one:'
@@ -188,6 +194,32 @@ def load_tokenizer(
       ' it is the tokenizer of another model'
     )
   return tokenizer
+
+
+def _tokenizer(pieces: Sequence[bytes], scores: Sequence[float]) -> Pretrained:
+  """A tokenizer from the bytes and the score of each id."""
+  own = [piece.decode().replace(' ', '\u2581') for piece in pieces]
+  tokens = [*_CONTROL, *own[len(_CONTROL) :]]
+  single = [f'<0x{byte:02X}>' for byte in range(256)]
+  absent = set(single) - set(tokens)
+  if absent:
+    raise ValueError(f'the tokenizer has no piece {min(absent)}')
+  kept = {*_CONTROL, *single}
+  model = tokenizers.by_scores(
+    tokens,
+    scores,
+    merged=[i for i, token in enumerate(tokens) if token not in kept],
+  )
+  model['added_tokens'] = [
+    tokenizers.added(i, token) for i, token in enumerate(_CONTROL)
+  ]
+  _, begin, end = _CONTROL
+  return Pretrained(
+    json.dumps(model),
+    end=(end, begin),  # a new beginning ends what was said, as in run.c
+    start=begin,
+    names={'bos_token': begin, 'eos_token': end},
+  )
 
 
 def tokenizer_beside(path: str | os.PathLike) -> pathlib.Path:
