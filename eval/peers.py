@@ -36,6 +36,7 @@ from absl import flags
 from specjax import (
   benchmark,
   contest,
+  corpora,
   decode,
   experiment,
   generation,
@@ -149,6 +150,11 @@ def main(config, folder):
 def read_prompts(workspace, path, count):
   """Token ids of what is decoded behind."""
   if not path:
+    if workspace.corpus.name == corpora.NONE:
+      raise ValueError(
+        f'{workspace.folder} has no text to take prompts from: name a file with'
+        ' --prompts'
+      )
     length = workspace.config['decode']['prompt_length']
     return workspace.prompts('test', count, length)
   tasks = prompt_files.by_task(prompt_files.load(path), count)

@@ -197,7 +197,7 @@ def step(
     order = trees.pack(scored.accepted)
     drafted = jnp.take_along_axis(drafted, order, 1)
   drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
-  last = jax.vmap(lambda key, i, law: draws.gumbel(key[i], law))(
+  last = jax.vmap(lambda key, i, law: draws.inverse_cdf(key[i], law))(
     noise.draws, accepted, scored.law
   )
   tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])

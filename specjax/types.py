@@ -133,7 +133,8 @@ class Verdict(NamedTuple):
 
   Attributes:
     accepted: `[N]` bool, a path from the root.
-    law: `[V]` normalised log-probabilities of the token that follows the path.
+    law: `[V]` normalised log-probabilities of the token that follows the path;
+      a point mass where the rule drew it.
     tested: `[N]` bool, which accept tests were made.
     log_tests: `[N]` log-probability of the outcome of each, 0 where none was
       made. Both make a rule enumerable; elsewhere they are compiled away.

@@ -305,13 +305,13 @@ def test_log_probability_of_sequences_is_compared_within_a_prompt():
 )
 @pytest.mark.slow
 def test_equal_seeds_give_equal_text(rule, warp):
-  (plain,) = sample(NoDrafter(), batches=1, warp=warp)
+  (plain,) = sample(NoDrafter(), rule, batches=1, warp=warp)
   (other,) = sample(DRAFTER, rule, batches=1, warp=warp)
   assert certify.first_mismatches(Markov(TARGET), plain, other) == []
 
 
 def test_a_mismatch_is_listed_with_the_margin_that_it_overrode():
-  (plain,) = sample(NoDrafter(), batches=1)
+  (plain,) = sample(NoDrafter(), verify.sampler_match, batches=1)
   wrong = plain.tokens.copy()
   wrong[3, 7] = (wrong[3, 7] + 1) % VOCAB
   keys = certify.row_keys(jax.random.key(5), 0, 8)
@@ -335,9 +335,11 @@ def test_a_mismatch_is_listed_with_the_margin_that_it_overrode():
 def test_text_of_a_transformer_differs_at_near_ties_alone():
   target, draft = toys.transformer(), ModelDrafter(toys.transformer(1), 3)
   settings = dict(key=jax.random.key(0), batches=1, each=8, max_new_tokens=16)
-  (plain,) = certify.sample(target, NoDrafter(), PROMPTS, **settings)
-  (other,) = certify.sample(
-    target, draft, PROMPTS, verifier=verify.sampler_match, **settings
+  plain, other = (
+    certify.sample(
+      target, drafter, PROMPTS, verifier=verify.sampler_match, **settings
+    )[0]
+    for drafter in (NoDrafter(), draft)
   )
   found = certify.first_mismatches(
     target,

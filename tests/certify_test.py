@@ -71,7 +71,7 @@ class Drafter:
       own = fold(keys.draft, jnp.full(len(length), i))
       theirs = fold(keys.target, length + i)
       key = jnp.where(self.fault == ONE_KEY, theirs, own)
-      token = jax.vmap(draws.gumbel)(key, logits)
+      token = jax.vmap(draws.inverse_cdf)(key, logits)
       token = jnp.where(self.fault == ARGMAX, logits.argmax(-1), token)
       law = jax.nn.softmax(logits)
       unlikely = jnp.take_along_axis(law, token[:, None], 1)[:, 0] < 0.3

@@ -156,8 +156,11 @@ DRAFTERS = [drafting(NEAR, 2, 1.0), drafting(NEAR, 5, 1.0), NGram(3)]
 def test_sampler_match_is_plain_sampling_bit_for_bit(drafter):
   for seed in range(5):
     settings = dict(temperature=1.0, seed=seed, max_new_tokens=30)
-    plain = generate(NoDrafter(), **settings)
-    other = generate(drafter, verifier=verify.sampler_match, **settings)
+    settings['verifier'] = verify.sampler_match
+    plain, other = (
+      generate(NoDrafter(), **settings),
+      generate(drafter, **settings),
+    )
     assert other.new_tokens() == plain.new_tokens()
 
 

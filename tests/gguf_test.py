@@ -39,7 +39,7 @@ def test_what_is_saved_loads_as_it_was(family, tmp_path):
   gguf.save(model, path)
   assert list(tmp_path.iterdir()) == [path]
   assert gguf.File(path).get('general.architecture') == architecture
-  back = gguf.load(path)
+  back = gguf.load(gguf.File(path))
   for key, value in dataclasses.asdict(model.config).items():
     if key == 'head_dim':  # the file always says it
       value = model.config.head_size
@@ -103,7 +103,7 @@ def test_what_is_quantised_is_read_as_what_it_stands_for(kind, tmp_path):
     kept[name] = library.quants.dequantize(data, stored)
     writer.add_tensor(name, data, raw_dtype=stored)
   close(writer)
-  back = gguf.load(path)
+  back = gguf.load(gguf.File(path))
   found = dict(tensors.split(back, gguf=True))
   for name, wanted in kept.items():
     if gguf._is_rotated(name):
@@ -124,7 +124,7 @@ def tokenizer_file(path, kind, tokens, types, **fields):
   for name, value in fields.items():
     getattr(writer, f'add_{name}')(value)
   close(writer)
-  return gguf.load_tokenizer(path)
+  return gguf.load_tokenizer(gguf.File(path))
 
 
 TEXTS = (

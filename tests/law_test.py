@@ -301,7 +301,7 @@ class Wary:
       fold(apart, position),
       fold(keys.target, position),
     ]
-    draw = jax.vmap(jax.vmap(draws.gumbel, (0, None)), (0, None))
+    draw = jax.vmap(jax.vmap(draws.inverse_cdf, (0, None)), (0, None))
     drawn = draw(jnp.stack(choices)[self.keyed], self.logits)
     lost, start = memory
     i = (length - start)[:, None]
@@ -390,17 +390,21 @@ class KeyedAlike(ModelDrafter):
 
 @pytree
 class UniformTwice:
-  """Picks, if told so, the replacement with the uniform that rejected."""
+  """Draws the last token itself, if told so with the uniform that rejected."""
 
   twice: bool
 
   def __call__(self, noise, draft, log_p):
     verdict = verify.rejection(noise, draft, log_p)
-    below = jnp.cumsum(jnp.exp(verdict.law)) <= jnp.exp(noise.log_u[0])
+    # With the noise that the drafter above may have used.
+    key = noise.draws[verdict.accepted.sum()]
+    law = verdict.law
+    own = jnp.arange(log_p.shape[-1]) == draws.gumbel(key, law)
+    below = jnp.cumsum(jnp.exp(law)) <= jnp.exp(noise.log_u[0])
     picked = jnp.arange(log_p.shape[-1]) == below.sum()
-    wrong = jnp.where(picked, 0, -jnp.inf)
     again = self.twice & ~verdict.accepted[0]
-    return verdict._replace(law=jnp.where(again, wrong, verdict.law))
+    last = jnp.where(again, picked, own)
+    return verdict._replace(law=jnp.where(last, 0.0, -jnp.inf))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Misled(ModelDrafter):
 
     def draw(i, law):
       key = jax.vmap(jax.random.fold_in)(keys.target, length + i)
-      shared = jax.vmap(draws.gumbel)(key, law)
+      shared = jax.vmap(draws.inverse_cdf)(key, law)
       token = jnp.where(self.fault == certify_test.ONE_KEY, shared, own(i, law))
       likeliest = law.argmax(-1).astype(jnp.int32)
       return jnp.where(self.fault == certify_test.ARGMAX, likeliest, token)

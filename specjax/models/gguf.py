@@ -180,28 +180,25 @@ def read_config(file: File, dtype: str = 'float32') -> TransformerConfig:
 
 
 def load(
-  path: str | os.PathLike, dtype: str = 'float32', vocab_size: int | None = None
+  file: File, dtype: str = 'float32', vocab_size: int | None = None
 ) -> Transformer:
   """Reads a model.
 
   Args:
-    path: of the file.
+    file: of it.
     dtype: of the weights; see `TransformerConfig`.
     vocab_size: ids that its tokenizer has; see `tensors.join`.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ImportError: `gguf` is not installed.
     ValueError: it is not what it should be.
   """
-  file = File(path)
   config = read_config(file, dtype)
   found = {n: s for n, s in file.shapes().items() if n != _DIVISORS}
-  tensors.check(config, found, f'{path}', gguf=True)
+  tensors.check(config, found, f'{file.path}', gguf=True)
   kinds = {file.tensors[name].tensor_type.name for name in found}
   if kinds - {*_TYPES}:
     raise ValueError(
-      f'{path} has weights of type {", ".join(sorted(kinds - {*_TYPES}))}:'
+      f'{file.path} has weights of type {", ".join(sorted(kinds - {*_TYPES}))}:'
       f' known are {", ".join(_TYPES)}'
     )
   paired = file.need('general.architecture') == 'llama'
@@ -259,21 +256,18 @@ def save(model: Transformer, path: str | os.PathLike) -> None:
 
 
 def load_tokenizer(
-  path: str | os.PathLike, start: str | None = None, end: str = ''
+  file: File, start: str | None = None, end: str = ''
 ) -> Pretrained:
   """Reads the tokenizer of a model.
 
   Args:
-    path: of the file.
+    file: of it.
     start: what stands before a document; see `tokenizers.Pretrained`.
     end: the token that ends one; empty is what the file says.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ImportError: `gguf` is not installed.
     ValueError: it is of a kind that is not known.
   """
-  file = File(path)
   kind = file.need('tokenizer.ggml.model')
   tokens = file.need('tokenizer.ggml.tokens')
   types = file.get('tokenizer.ggml.token_type', [_TEXT] * len(tokens))
@@ -287,7 +281,7 @@ def load_tokenizer(
     model = _sentence_piece(file, tokens, types)
   else:
     raise ValueError(
-      f"{path} has a tokenizer of kind {kind!r}: 'gpt2' and 'llama' are known"
+      f'{file.path} has a tokenizer of kind {kind!r}: known are gpt2 and llama'
     )
   model['added_tokens'] = [
     tokenizers.added(i, token, special=types[i] != _OWN)
@@ -315,7 +309,7 @@ def load_tokenizer(
       names=named,
     )
   except ValueError as error:
-    raise ValueError(f'{path}: {error}') from error
+    raise ValueError(f'{file.path}: {error}') from error
 
 
 def _is_rotated(name: str) -> bool:

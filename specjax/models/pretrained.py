@@ -6,6 +6,7 @@ else a checkpoint of llama2.c (`llama2c`).
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from specjax import files
@@ -41,7 +42,7 @@ def read_config(path: str) -> TransformerConfig:
   if place.is_dir():
     return huggingface.read_config(place)
   if place.suffix == '.gguf':
-    return gguf.read_config(gguf.File(place))
+    return gguf.read_config(_gguf(place))
   return llama2c.read_config(place)
 
 
@@ -51,7 +52,7 @@ def licence(path: str) -> str:
   if place.is_dir():
     return huggingface.licence(place)
   if place.suffix == '.gguf':
-    return gguf.File(place).get('general.license', card.UNKNOWN)
+    return _gguf(place).get('general.license', card.UNKNOWN)
   return card.UNKNOWN
 
 
@@ -74,7 +75,7 @@ def load(
   if place.is_dir():
     return huggingface.load(place, dtype, vocab_size)
   if place.suffix == '.gguf':
-    return gguf.load(place, dtype, vocab_size)
+    return gguf.load(_gguf(place), dtype, vocab_size)
   return llama2c.load(place, dtype)
 
 
@@ -96,19 +97,30 @@ def load_tokenizer(
     ValueError: it is not what it should be.
   """
   place = local(path)
-  reader = {'.gguf': gguf}.get(place.suffix)
   if place.is_dir():
-    reader, place = huggingface, local(beside) if beside else place
-  elif reader and beside:
-    raise ValueError(
-      f'target.tokenizer_path is {beside}, but {path} has its own: leave it'
-      ' empty'
-    )
-  if reader:
-    return reader.load_tokenizer(place, start or None, end)
+    folder = local(beside) if beside else place
+    return huggingface.load_tokenizer(folder, start or None, end)
+  if place.suffix == '.gguf':
+    if beside:
+      raise ValueError(
+        f'target.tokenizer_path is {beside}, but {path} has its own: leave it'
+        ' empty'
+      )
+    return gguf.load_tokenizer(_gguf(place), start or None, end)
   if start or end:
     raise ValueError(
       'target.document_start and target.document_end are for tokenizers with'
       f' special tokens, which that of {path} has not'
     )
   return llama2c.load_tokenizer(beside or llama2c.tokenizer_beside(path), path)
+
+
+def _gguf(place: Path) -> gguf.File:
+  """An open file; its index alone takes seconds, so the last one is kept."""
+  return _opened(place, place.stat().st_mtime_ns)
+
+
+@functools.lru_cache(1)
+def _opened(place: Path, modified: int) -> gguf.File:
+  del modified  # of a file that was written anew
+  return gguf.File(place)

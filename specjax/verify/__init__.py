@@ -3,8 +3,9 @@
 A rule is a pure function of one sequence, `(Noise, Draft, log_p [N + 1, V]) ->
 Verdict`. Row i of `log_p` is the target's law after the path that ends in node
 i - 1 (row 0: after the pending token), so a draft of N tokens brings N + 1
-rows. A rule returns the *law* of the token that ends the round and never the
-token; `decode.step` draws it, in one place.
+rows. A rule returns the *law* of the token that ends the round and not the
+token; `decode.step` draws it, in one place. (`sampler_match`, whose point is
+which token is drawn, returns a point mass.)
 
 Everything is in log space and without epsilons: a token is accepted iff
 `log u <= log alpha` with u in (0, 1], a token with p = 0 never, and one with

@@ -110,10 +110,11 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
   """Draws the target's own token at each depth; goes on where the draft has it.
 
   Exact whatever the draft's law, which it never reads: the output is the
-  stream that plain sampling draws with the same keys, token for token, given
-  the same `log_p`. It
-  accepts less than `rejection`: for one sampled node, sum of p q instead of
-  min(p, q), unless the draft is coupled to the same keys.
+  stream that plain decoding under this rule draws with the same keys, token for
+  token, given the same `log_p`. It accepts less than `rejection`: for one
+  sampled node, sum of p q instead of min(p, q), unless the draft is coupled to
+  the same keys. That takes Gumbel-max, so the rule draws the token that ends
+  the round itself.
 
   Args:
     noise: `draws` is consumed.
@@ -121,18 +122,12 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     log_p: `[N + 1, V]` target log-probabilities, after the warp.
 
   Returns:
-    The verdict; its `law` is a row of `log_p`, to be drawn from with the key of
-    its position. It makes no accept test.
+    The verdict; its `law` is a point mass. It makes no accept test.
   """
   n = draft.tokens.shape[0]
-  if n == 0:
-    return parts.nothing(log_p)
   valid, parents = parts.valid(draft), parts.parents(draft)
-  if draft.parents is None:
-    inner = jnp.arange(n)  # nothing hangs off the last row
-  else:
-    inner = trees.depths(parts.ancestors(draft))
-  wanted = jax.vmap(draws.gumbel)(noise.draws[inner], log_p[: len(inner)])
+  depth = trees.depths(parts.ancestors(draft))
+  wanted = jax.vmap(draws.gumbel)(noise.draws[depth], log_p)
   matching = valid & (draft.tokens == wanted[parents])
 
   def follow(i, carry):
@@ -140,10 +135,11 @@ def sampler_match(noise: Noise, draft: Draft, log_p: Array) -> Verdict:
     ok = matching[i] & (parents[i] == row)
     return jnp.where(ok, i + 1, row).astype(jnp.int32), accepted.at[i].set(ok)
 
-  row, accepted = jax.lax.fori_loop(
-    0, n, follow, (jnp.zeros((), jnp.int32), jnp.zeros(n, bool))
-  )
-  no, law = jnp.array(False), log_p[row]
+  row, accepted = jnp.zeros((), jnp.int32), jnp.zeros(n, bool)
+  if n:  # or there is nothing that could be traced
+    row, accepted = jax.lax.fori_loop(0, n, follow, (row, accepted))
+  no, drawn = jnp.array(False), jnp.arange(log_p.shape[1]) == wanted[row]
+  law = jnp.where(drawn, 0.0, -jnp.inf).astype(log_p.dtype)
   fault = parts.fault(log_p, accepted, law, no, no)
   return Verdict(accepted, law, *parts.untested(log_p), fault)
 
