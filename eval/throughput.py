@@ -3,18 +3,17 @@
     python eval/throughput.py --config configs/stdlib.py
 
 One step is the target's pass and an update of the draft, on windows of random
-tokens; nothing is trained and nothing written. Its multiplications are counted
-and compared with what the machine does at best, in one large product. Where
+tokens; nothing is trained and nothing written. Its multiplications, with those
+that are made again to save memory, are compared with what the machine does at
+best, in one large product. Where
 PyTorch is installed (`pip install '.[torch]'`), the same step is timed there in
 eager mode, in turns with ours, from the same weights; that both compute the
 same loss is checked first.
 """
 
-import functools
 import importlib.util
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
@@ -34,8 +33,6 @@ from specjax.types import Batch
 
 REPEATS = flags.DEFINE_integer('repeats', 9, 'timings of each, in turns')
 STEPS = flags.DEFINE_integer('steps', 4, 'steps in a timing')
-
-SIZE = 2048  # of the square matrices whose product is the machine's best
 
 
 def main(config, folder):
@@ -60,10 +57,8 @@ def main(config, folder):
   tokens = np.random.default_rng(0).integers(
     0, size, (c['batch'], config['corpus']['window'])
   )
-  arms = {
-    'specjax': ours(config, target, drafter, tokens.astype(np.int32)),
-    'product': product(),
-  }
+  call, operations = ours(config, target, drafter, tokens.astype(np.int32))
+  arms = {'specjax': call}
   if importlib.util.find_spec('torch'):
     from peers import torch_distill
 
@@ -83,14 +78,11 @@ def main(config, folder):
   seconds, _ = timing.alternate(
     {name: [call] for name, call in arms.items()}, REPEATS.value
   )
-  each = flops.distillation(
-    target.config, drafter.model.config, tokens.shape[1]
-  )
-  report(seconds, tokens.size * STEPS.value, each)
+  report(seconds, tokens.size, operations, c['dtype'])
 
 
 def ours(config, target, drafter, tokens):
-  """A call that makes `STEPS` updates, the first from the same weights."""
+  """A call that makes `STEPS` updates, and the operations of each of them."""
   tx, step = recipes.optimization(
     {**config['distill'], 'weight_decay': 0.0},
     recipes.loss(config),
@@ -100,6 +92,7 @@ def ours(config, target, drafter, tokens):
   weights = distill.objective(config['loss']['kl_weight'])
   step = jax.jit(step, donate_argnums=0)
   state = optimizing.init(drafter, tx)
+  operations = flops.products(step, state, target, batch, weights)
 
   def call():
     nonlocal state
@@ -109,25 +102,29 @@ def ours(config, target, drafter, tokens):
       found.append(scalars['loss'])
     return jax.block_until_ready(found)
 
-  return call
+  return call, operations
 
 
-def product():
-  """A call of one large product of float32 matrices."""
-  a = jnp.ones((SIZE, SIZE), jnp.float32)
-  return functools.partial(jax.jit(jnp.matmul), a, a)
+def report(seconds, tokens, operations, dtype):
+  """Prints rates, the ratio and the share of the machine's best.
 
-
-def report(seconds, tokens, each):
-  """Prints rates, ratios and the share of the machine's best."""
-  peak = 2 * SIZE**3 / float(np.median(seconds.pop('product')))
-  print(f'one product of {SIZE} x {SIZE} matrices: {peak / 1e9:,.0f} GFLOP/s')
-  for name, taken in seconds.items():
-    rate = tokens / float(np.median(taken))
-    print(
-      f'{name}: {rate:,.0f} tokens/s, {rate * each / peak:.0%} of that'
-      f' ({each / 1e6:,.1f} MFLOP a token)'
-    )
+  Args:
+    seconds: of each arm and repeat.
+    tokens: of a step.
+    operations: of ours.
+    dtype: of its products.
+  """
+  rates = {
+    name: STEPS.value / float(np.median(taken))
+    for name, taken in seconds.items()
+  }
+  for name, rate in rates.items():
+    print(f'{name}: {rate * tokens:,.0f} tokens/s')
+  peak, done = flops.peak(dtype), rates['specjax'] * operations
+  print(
+    f'specjax does {done / 1e9:,.0f} GFLOP/s in matrix products,'
+    f' {done / peak:.0%} of the {peak / 1e9:,.0f} of one large product'
+  )
   if len(seconds) > 1:
     ratio = timing.ratio(seconds['PyTorch eager'], seconds['specjax'])
     print(

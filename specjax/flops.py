@@ -1,39 +1,75 @@
-"""How much arithmetic training needs: that of matrix products, which is most.
-
-Counted per token: two operations for each weight that it meets. Attention is
-counted over the whole window, since masked scores are computed too.
-"""
+"""The arithmetic of a program: that of its matrix products, which is most."""
 
 from __future__ import annotations
 
-from specjax.models.transformer import TransformerConfig
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+TRIES = 5
 
 
-def body(config: TransformerConfig, window: int) -> int:
-  """Operations per token of a forward pass up to the features."""
-  c, size = config, config.head_size
-  attention = c.width * (2 * c.heads + 2 * c.kv_heads) * size
-  mixing = 2 * window * c.heads * size
-  return 2 * c.layers * (attention + mixing + 3 * c.width * c.hidden)
+def products(function: Callable[..., Any], *args: Any) -> int:
+  """Operations of the matrix products in a call, two for a multiplication.
 
-
-def head(config: TransformerConfig) -> int:
-  """Operations per token for the logits."""
-  return 2 * config.width * config.vocab_size
-
-
-def distillation(
-  target: TransformerConfig, draft: TransformerConfig, window: int
-) -> int:
-  """Operations per token of `distill.distill_loss` and its gradient.
-
-  A gradient costs twice what its pass does. What is computed again for it, to
-  save memory, is no part of the work.
+  What is computed again to save memory counts again, masked scores count too, a
+  `scan` counts as often as it turns, a `while_loop` once and of branches the
+  dearest.
 
   Args:
-    target: its forward pass alone.
-    draft: a draft model, trained.
-    window: T.
+    function: what is called; it is traced and not run.
+    *args: its arguments; shapes and dtypes will do.
   """
-  theirs = body(target, window) + head(target)
-  return theirs + 3 * (body(draft, window) + head(draft))
+  return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def peak(dtype: str = 'float32') -> float:
+  """Operations per second in one large product, the best of a few.
+
+  Args:
+    dtype: of the factors; sums are float32.
+  """
+  size = 1024 if jax.default_backend() == 'cpu' else 8192
+  a = jnp.ones((size, size), dtype)
+  product = jax.jit(
+    functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+  )
+  jax.block_until_ready(product(a, a))
+  seconds = []
+  for _ in range(TRIES):
+    start = time.perf_counter()
+    jax.block_until_ready(product(a, a))
+    seconds.append(time.perf_counter() - start)
+  return 2 * size**3 / min(seconds)
+
+
+def _count(jaxpr: Any) -> int:
+  total = 0
+  for equation in jaxpr.eqns:
+    inner = [_count(inner) for inner in _inner(equation.params)]
+    if equation.primitive.name == 'dot_general':
+      (contracted, _), _ = equation.params['dimension_numbers']
+      shape = equation.invars[0].aval.shape
+      depth = math.prod(shape[axis] for axis in contracted)
+      total += 2 * math.prod(equation.outvars[0].aval.shape) * depth
+    elif equation.primitive.name == 'scan':
+      total += equation.params['length'] * sum(inner)
+    elif equation.primitive.name == 'cond':
+      total += max(inner)
+    else:
+      total += sum(inner)
+  return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+  """The programs within an equation."""
+  for value in params.values():
+    for one in value if isinstance(value, tuple | list) else [value]:
+      one = getattr(one, 'jaxpr', one)  # of a closed one
+      if hasattr(one, 'eqns'):
+        yield one

@@ -151,6 +151,7 @@ def distil(
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    dtype=c['dtype'],
     patience=c['patience'],
   )
   return evaluate(workspace.drafter(name))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import files
+from specjax import files, flops
 from specjax.checkpoint import Checkpoints
 from specjax.logs import Logger, Progress
 from specjax.optimizing import TrainState
@@ -36,6 +36,7 @@ def fit(
   score: Callable[[Mapping[str, float]], float],
   show: Sequence[str] = (),
   tokens: int = 1,
+  dtype: str = 'float32',
   patience: int = 0,
 ) -> TrainState:
   """Trains from the newest checkpoint, or from `state` where there is none.
@@ -61,6 +62,7 @@ def fit(
     score: of the scalars; its highest value marks the best checkpoint.
     show: the scalars to show while it runs.
     tokens: in a batch, for the rate.
+    dtype: of the factors of its products, for what the machine could do.
     patience: evaluations in a row without a higher score after which it stops
       early; 0 is never. The checkpoints tell, so that a run that was killed
       stops where it would have.
@@ -86,7 +88,7 @@ def fit(
       state = TrainState(**saved, step=state.step + done)
     if over:
       return state
-    speed = _Speed(tokens)
+    speed = _Speed()
     with (
       Logger(log, step=done or -1) as logger,
       Progress(
@@ -95,7 +97,8 @@ def fit(
     ):
       recent = []
       for i in progress:
-        state, scalars = step(state, batches(i, state.model))
+        batch = batches(i, state.model)
+        state, scalars = step(state, batch)
         recent.append(scalars)
         due = (i + 1) % every == 0 or i + 1 == steps
         if not due and len(recent) < LOG_EVERY:
@@ -125,7 +128,12 @@ def fit(
         f' that at {best.step} in {patience}'
       )
     if speed.steps:
-      print(f'{log.name}: {speed}')
+      done = speed.rate * flops.products(step, state, batch)
+      print(
+        f'{log.name}: {speed.rate * tokens:,.0f} tokens per second, evaluations'
+        f' left out; {done / 1e9:,.0f} GFLOP/s in matrix products,'
+        f' {done / flops.peak(dtype):.0%} of the rate of one large product'
+      )
     return state
 
 
@@ -148,14 +156,14 @@ class _Best:
 
 
 class _Speed:
-  """Tokens per second of the steps and their data, and of nothing else.
+  """Steps per second, with their data, and nothing else.
 
   The first steps of a process are not counted, since they compile.
   """
 
-  def __init__(self, tokens: int):
+  def __init__(self):
     self.steps = 0
-    self._tokens, self._seconds, self._since = tokens, 0.0, None
+    self._seconds, self._since = 0.0, None
 
   def add(self, steps: int) -> None:
     """Counts steps whose results are here."""
@@ -167,9 +175,10 @@ class _Speed:
     """Goes on after what is not to be counted."""
     self._since = time.monotonic()
 
-  def __str__(self) -> str:
-    rate = self.steps * self._tokens / self._seconds
-    return f'{rate:,.0f} tokens per second, evaluations left out'
+  @property
+  def rate(self) -> float:
+    """Steps per second."""
+    return self.steps / self._seconds
 
 
 def _refuse_unsound(

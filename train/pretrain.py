@@ -69,6 +69,7 @@ def pretrain(workspace: Workspace):
     score=lambda values: -values['nats'],
     show=('bits_per_byte',),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    dtype=c['dtype'],
   )
   final = evaluate(workspace.target(), workspace)
   print(
