@@ -21,6 +21,9 @@ def read(path, count):
   return prompts.by_task(prompts.load(path), count)
 
 
+OUTPUT = 'tasks.json'
+
+
 def measure(workspace, texts, ways):
   """Measures, writes, prints.
 
@@ -30,7 +33,7 @@ def measure(workspace, texts, ways):
     ways: to draft.
 
   Returns:
-    The exit code: 1 if greedy text should be plain text and is not.
+    The report, and whether greedy text is not plain text where it should be.
   """
   config = workspace.config
   decode, c = config['decode'], config['speedup']
@@ -60,12 +63,12 @@ def measure(workspace, texts, ways):
     'config': config,
   }
   folder = workspace.folder
-  runs.write_json(folder / 'tasks.json', runs.portable(report))
+  runs.write_json(folder / OUTPUT, runs.portable(report))
   picture = plots.by_task(folder / 'tasks.png', rows)
   show(report)
   print('picture:', picture)
-  print('numbers:', folder / 'tasks.json')
-  return 1 if is_lost(report) else 0
+  print('numbers:', folder / OUTPUT)
+  return report, is_lost(report)
 
 
 def show(report):

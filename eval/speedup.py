@@ -16,6 +16,12 @@ With prompts, of which `specjax.prompts` says how they may look, ways to draft
 are measured task by task, behind each prompt by itself; `tasks.json` and
 `tasks.png` go into the run. `--target` is a model that was trained elsewhere,
 which becomes the target of a run of its own; see configs/pretrained.py.
+
+    python eval/speedup.py --check=kept/speedup.json
+
+With a report that an earlier call wrote, the gains are compared with those: the
+exit code says whether one is less. They are ratios, so that a day on which the
+machine is slow changes little.
 """
 
 import itertools
@@ -23,6 +29,7 @@ import sys
 import time
 from pathlib import Path
 
+import baseline
 import by_task
 import rich.box
 import rich.console
@@ -54,9 +61,14 @@ ARMS = flags.DEFINE_list(
   'arms', ['ngram'], 'with --prompts: kind:draft@size, .. to measure'
 )
 COUNT = flags.DEFINE_integer('count', 8, 'with --prompts: of each task')
+CHECK = flags.DEFINE_string(
+  'check', None, 'a report that was kept: fails where a gain is less than there'
+)
 TARGET = flags.DEFINE_string(
   'target', None, 'a model: a folder, .gguf or name on the hub'
 )
+
+OUTPUT = 'speedup.json'
 
 
 def main(config, folder):
@@ -64,22 +76,29 @@ def main(config, folder):
   config = config.to_dict()
   if TARGET.value and not PROMPTS.value:
     raise ValueError('--target has no draft to measure but with --prompts')
+  # All that may be wrong is read before a model is.
   if PROMPTS.value:
-    # All that may be wrong is read before a model is.
     ways = by_task.parse(ARMS.value, config['decode']['k'])
     texts = by_task.read(PROMPTS.value, COUNT.value)
-    if TARGET.value:
-      Workspace.create(folder, config).adopt_target()
-    return by_task.measure(Workspace.look_at(folder, config), texts, ways)
+  output = folder / (by_task.OUTPUT if PROMPTS.value else OUTPUT)
+  if TARGET.value:
+    Workspace.create(folder, config).adopt_target()
   workspace = Workspace.look_at(folder, config)
-  report = measure(workspace, DRAFT.value)
-  runs.write_json(folder / 'speedup.json', runs.portable(report))
-  pictures = draw(workspace, DRAFT.value, report)
-  show(report)
-  print('pictures:', *pictures)
-  print('numbers:', folder / 'speedup.json')
-  lost = not report['lossy'] and is_lost(report)
-  return 1 if lost else 0
+  before = None
+  if CHECK.value:
+    before = baseline.read(CHECK.value, output, workspace.config)
+  if PROMPTS.value:
+    report, lost = by_task.measure(workspace, texts, ways)
+  else:
+    report = measure(workspace, DRAFT.value)
+    runs.write_json(output, runs.portable(report))
+    pictures = draw(workspace, DRAFT.value, report)
+    show(report)
+    print('pictures:', *pictures)
+    print('numbers:', output)
+    lost = not report['lossy'] and is_lost(report)
+  slower = before is not None and baseline.compare(before, report, output)
+  return 1 if lost or slower else 0
 
 
 def measure(workspace: Workspace, draft: str):

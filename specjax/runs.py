@@ -209,6 +209,24 @@ def refuse_changes(
   Raises:
     ValueError: they differ; the message lists every value that does.
   """
+  changes = differences(old, new, sections)
+  if changes:
+    raise ValueError(
+      f'{directory} was made with another config ({"; ".join(changes)}): name '
+      f'another folder with {flag}, or go back to the old values'
+    )
+
+
+def differences(
+  old: Mapping[str, Any], new: Mapping[str, Any], sections: Iterable[str]
+) -> list[str]:
+  """What differs between two configurations, as 'key: old -> new'.
+
+  Args:
+    old: JSON.
+    new: likewise.
+    sections: the names of the sections to compare.
+  """
   # Through JSON, so that a tuple equals the list that it was written as.
   old, new = (complete(json.loads(json.dumps(config))) for config in (old, new))
   changes = []
@@ -219,11 +237,7 @@ def refuse_changes(
       pair = before.get(key, ABSENT), after.get(key, ABSENT)
       if pair[0] != pair[1]:
         changes.append(f'{key}: {pair[0]} -> {pair[1]}')
-  if changes:
-    raise ValueError(
-      f'{directory} was made with another config ({"; ".join(changes)}): name '
-      f'another folder with {flag}, or go back to the old values'
-    )
+  return changes
 
 
 def device() -> dict[str, Any]:
