@@ -11,7 +11,7 @@ of the target.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,26 +99,41 @@ def distill_loss(
   target = jax.lax.stop_gradient(target)
   output = target.forward(batch.tokens, batch.segments, taps(drafter))
   scored = drafter.score(target, batch, output)
-  if lookahead and scored.shape[2] > 1:
+  horizons = scored.shape[2]
+  if lookahead and horizons > 1:
     raise ValueError(
-      f'the lookahead is {lookahead} and the drafter has {scored.shape[2]}'
-      ' horizons: it is along a text, for one horizon; set it to 0'
+      f'the lookahead is {lookahead} and the drafter has {horizons} horizons:'
+      ' it is along a text, for one horizon; set it to 0'
     )
 
+  ids = getattr(drafter, 'vocabulary', ())
+
   def position(own, theirs, labels):
-    logits = drafter.unembed(target, own)
     log_p = jax.nn.log_softmax(warps[0](target.unembed(theirs)))
+    if ids:
+      logits = drafter.unembed_vocabulary(own)
+      log_p, labels, logits = _narrowed(log_p, labels, logits, ids)
+    else:
+      logits = drafter.unembed(target, own)
+    log_p = jnp.broadcast_to(log_p[:, :, None], logits.shape)
+    labels = jnp.broadcast_to(labels[..., None], logits.shape[:-1])
     ce = losses.cross_entropy(logits, labels)
     # A draft of a part of the vocabulary cannot learn to say the others: their
     # cross entropy counts 0, and the divergence tells its law from p as it is.
     ce = jnp.where(ce == jnp.inf, 0.0, ce)
     return ce, divergence(warps[1](logits), log_p)
 
+  # What all horizons say of one token stands where the target says it, whose
+  # law is the dearest there is and so is made once.
+  own = [_shift(scored[:, :, h], -h) for h in range(horizons)]
+  labels, _ = _ahead(batch, 0)
+  found = _by_chunks(
+    position, jnp.stack(own, 2), output.features, labels, each=horizons
+  )
   total, count = jnp.zeros(()), jnp.zeros(())
-  for h in range(scored.shape[2]):
-    labels, weight = _ahead(batch, h)
-    theirs = _shift(output.features, h)
-    ce, apart = _by_chunks(position, scored[:, :, h], theirs, labels)
+  for h in range(horizons):
+    weight = _shift(_ahead(batch, h)[1], -h)
+    ce, apart = (x[:, :, h] for x in found)
     if lookahead:
       apart = losses.expected_length(apart, weight > 0, lookahead)
     values = _weigh(weights.ce, ce) + _weigh(weights.divergence, apart)
@@ -262,6 +277,32 @@ def _ratio(total: Array, weight: Array) -> Array:
   return total / jnp.maximum(weight, 1.0)
 
 
+def _narrowed(
+  log_p: Array, labels: Array, logits: Array, ids: Sequence[int]
+) -> tuple[Array, Array, Array]:
+  """Laws and labels in which all that a draft cannot say is one outcome.
+
+  No divergence tells these outcomes apart, nor has any of them a gradient, and
+  most of a vocabulary is among them.
+
+  Args:
+    log_p: `[..., V]` of the target.
+    labels: `[...]`.
+    logits: `[..., N]` of the draft.
+    ids: the N tokens that it may say.
+  """
+  where = jnp.array(ids)
+  size, vocab = len(ids), log_p.shape[-1]
+  place = jnp.full(vocab, size).at[where].set(jnp.arange(size))
+  rest = jax.nn.logsumexp(log_p, -1, keepdims=True, where=place == size)
+  never = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
+  return (
+    jnp.concatenate([log_p[..., where], rest], -1),
+    place[labels],
+    jnp.concatenate([logits, never], -1),
+  )
+
+
 def _weigh(weight: Array, loss: Array) -> Array:
   """A weight of zero switches a loss off even where it is infinite."""
   return jnp.where(weight > 0, weight * loss, 0.0)
@@ -279,30 +320,35 @@ def _ahead(batch: Batch, horizon: int) -> tuple[Array, Array]:
 
 
 def _shift(x: Array, by: int) -> Array:
-  """`x[:, t + by]` at t, zeros behind the end."""
-  if not by:
-    return x
-  pad = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
-  return jnp.pad(x[:, by:], pad)
+  """`x[:, t + by]` at t, zeros beyond the ends."""
+  size = x.shape[1]
+  pad = [(0, 0), (max(-by, 0), max(by, 0))] + [(0, 0)] * (x.ndim - 2)
+  return jnp.pad(x, pad)[:, max(by, 0) :][:, :size]
 
 
-def _by_chunks(f: Callable[..., Any], *arrays: Array) -> Any:
+def _by_chunks(f: Callable[..., Any], *arrays: Array, each: int = 1) -> Any:
   """`f` of `[B, T, ...]` arrays, a chunk of T at a time.
 
   The logits of a chunk are made again for the gradient, so that no array of
   size `[B, T, V]` ever exists.
+
+  Args:
+    f: of the arrays' chunks.
+    *arrays: alike in B and T.
+    each: logits that `f` makes of a position: a chunk has fewer the more.
   """
   batch, size = arrays[0].shape[:2]
-  count = -(-size // CHUNK)
+  chunk = -(-CHUNK // each)
+  count = -(-size // chunk)
 
   def split(x):
-    pad = [(0, 0), (0, count * CHUNK - size)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, pad).reshape(batch, count, CHUNK, *x.shape[2:])
+    pad = [(0, 0), (0, count * chunk - size)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, pad).reshape(batch, count, chunk, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
   def join(y):
     y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(batch, count * CHUNK, *y.shape[3:])[:, :size]
+    return y.reshape(batch, count * chunk, *y.shape[3:])[:, :size]
 
   chunks = jax.lax.map(
     lambda xs: jax.checkpoint(f)(*xs), tuple(map(split, arrays))

@@ -12,7 +12,8 @@ trained, a drafter may have
 - `begin(target)`, the drafter as training begins with it;
 - `tree(nodes)`, the same weights as a tree of so many nodes;
 - `model`, a language model of its own, which can write text without the target;
-- `vocabulary`, the ids that it may draft, if these are not all.
+- `vocabulary`, the ids that it may draft, if these are not all, and then, if it
+  is trained, `unembed_vocabulary(features)`, the logits of these alone.
 """
 
 from __future__ import annotations

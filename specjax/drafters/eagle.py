@@ -274,10 +274,14 @@ class Eagle:
     """Logits `[..., V]`, -inf outside the vocabulary."""
     if not self.vocabulary:
       return target.unembed(features)
-    own = products.dot(features, self.net.head[...], axis=1)
     shape = *features.shape[:-1], target.vocab_size
     ids = jnp.array(self.vocabulary)
+    own = self.unembed_vocabulary(features)
     return jnp.full(shape, -jnp.inf).at[..., ids].set(own)
+
+  def unembed_vocabulary(self, features):
+    """Logits `[..., N]` of the ids of `vocabulary` alone."""
+    return products.dot(features, self.net.head[...], axis=1)
 
   def _nothing(self, tokens: Array) -> Draft:
     return Draft(jnp.zeros((tokens.shape[0], 0), jnp.int32))
