@@ -337,6 +337,56 @@ def test_gradients_are_finite_with_a_part_of_the_vocabulary():
   assert np.abs(found.net.head[...]).sum() > 0
 
 
+@pytree
+class Whole:
+  """A draft of a part of the vocabulary, trained as if of all of it."""
+
+  inner: drafters.find('eagle').Eagle
+
+  def __getattr__(self, name):
+    return getattr(self.inner, name)
+
+  vocabulary = ()
+
+  def score(self, *args):
+    return self.inner.score(*args)
+
+  def unembed(self, target, features):
+    return self.inner.unembed(target, features)
+
+
+@pytest.mark.parametrize('greedy', [False, True])
+def test_what_cannot_be_said_may_be_one_outcome_in_every_loss(greedy):
+  tokens = jnp.asarray(np.asarray(PROMPTS[1])[None, :12])
+  batch = Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape))
+  warp = warps.Temperature(0.0 if greedy else 0.7)
+
+  @toys.jit
+  def grads(drafter):
+    def loss(drafter, divergence):
+      return distill.distill_loss(
+        drafter,
+        TARGET,
+        batch,
+        distill.objective(2.0),
+        divergence=divergence,
+        warps=(warp, jax.nn.identity),
+      )[0]
+
+    return {
+      name: jax.value_and_grad(loss)(drafter, divergence)
+      for name, divergence in losses.DIVERGENCES.items()
+    }
+
+  few = FORMS['few']
+  found, wanted = grads(few), grads(Whole(few))
+  for name in losses.DIVERGENCES:
+    (value, grad), (whole, reference) = found[name], wanted[name]
+    np.testing.assert_allclose(value, whole, rtol=1e-5, err_msg=name)
+    for x, y in zip(*map(jax.tree.leaves, (grad, reference)), strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.slow
 def test_training_unrolled_raises_acceptance_at_depth():
   """On the draft's own outputs; one pass alone knows only the first token."""
