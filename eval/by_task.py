@@ -24,6 +24,16 @@ def read(path, count):
 OUTPUT = 'tasks.json'
 
 
+def require(workspace, ways):
+  """Refuses ways whose drafts a run does not have."""
+  missing = workspace.missing([name for way in ways for name in way.folders])
+  if missing:
+    raise FileNotFoundError(
+      f'{workspace.folder} has no draft {", ".join(missing)}: train it, or'
+      ' leave it out of --arms'
+    )
+
+
 def measure(workspace, texts, ways):
   """Measures, writes, prints.
 
@@ -37,12 +47,7 @@ def measure(workspace, texts, ways):
   """
   config = workspace.config
   decode, c = config['decode'], config['speedup']
-  missing = workspace.missing([name for way in ways for name in way.folders])
-  if missing:
-    raise FileNotFoundError(
-      f'{workspace.folder} has no draft {", ".join(missing)}: train it, or'
-      ' leave it out of --arms'
-    )
+  require(workspace, ways)
   tokens = {
     task: [prompts.encode(text, workspace.tokenizer) for text in some]
     for task, some in texts.items()

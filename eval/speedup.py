@@ -22,6 +22,12 @@ which becomes the target of a run of its own; see configs/pretrained.py.
 With a report that an earlier call wrote, the gains are compared with those: the
 exit code says whether one is less. They are ratios, so that a day on which the
 machine is slow changes little.
+
+    python eval/speedup.py --profile --arms=ngram,model:draft@4
+
+says where the time of a round goes, part by part, plainly and in each way to
+draft, beside what moving its bytes takes at least. `profile.json` and traces of
+some rounds go into the run.
 """
 
 import itertools
@@ -34,6 +40,7 @@ import by_task
 import rich.box
 import rich.console
 import rich.table
+import round_parts
 from absl import flags
 
 from specjax import (
@@ -58,8 +65,12 @@ DRAFT = flags.DEFINE_string(
 )
 PROMPTS = flags.DEFINE_string('prompts', None, 'file of prompts, by task')
 ARMS = flags.DEFINE_list(
-  'arms', ['ngram'], 'with --prompts: kind:draft@size, .. to measure'
+  'arms', ['ngram'], 'with --prompts or --profile: kind:draft@size, ..'
 )
+PROFILE = flags.DEFINE_bool(
+  'profile', False, 'where the time of a round goes, and nothing else'
+)
+TOP_P = flags.DEFINE_float('top_p', 1.0, 'with --profile: of the warp')
 COUNT = flags.DEFINE_integer('count', 8, 'with --prompts: of each task')
 CHECK = flags.DEFINE_string(
   'check', None, 'a report that was kept: fails where a gain is less than there'
@@ -80,6 +91,14 @@ def main(config, folder):
   if PROMPTS.value:
     ways = by_task.parse(ARMS.value, config['decode']['k'])
     texts = by_task.read(PROMPTS.value, COUNT.value)
+  if PROFILE.value:
+    if PROMPTS.value or CHECK.value:
+      raise ValueError('--profile has neither --prompts nor --check')
+    ways = by_task.parse(ARMS.value, config['decode']['k'])
+    workspace = Workspace.look_at(folder, config)
+    by_task.require(workspace, ways)
+    round_parts.measure(workspace, ways, TOP_P.value)
+    return 0
   output = folder / (by_task.OUTPUT if PROMPTS.value else OUTPUT)
   if TARGET.value:
     Workspace.create(folder, config).adopt_target()

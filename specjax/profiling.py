@@ -17,9 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, draws, generation, pricing, timing
+from specjax.decode import DecodeState
 from specjax.types import (
+  Array,
   Draft,
   Drafter,
+  DraftLength,
   Keys,
   LanguageModel,
   Verifier,
@@ -50,33 +53,32 @@ def parts(
   drafter: Drafter,
   rule: Verifier,
   warp: Warp,
+  eos: Array,
+  state: DecodeState,
+  rounds: int,
+  controller: DraftLength,
   *,
-  batch: int,
-  prompt_length: int,
-  context: int,
   repeats: int = 9,
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Part]:
   """Times a round and its parts.
 
   Args:
-    target: the target.
+    target: as all that follow what `begin` gives.
     drafter: proposes.
-    rule: verifies; a pytree.
+    rule: verifies.
     warp: of target and drafter.
-    batch: rows.
-    prompt_length: tokens of the prompts, which are arbitrary ones.
-    context: tokens that the buffers are for; there must be room for a few
-      rounds behind the prompts.
+    eos: ids that end a row.
+    state: where to stand, with room for `rounds`.
+    rounds: turns of a timed loop.
+    controller: of the draft length.
     repeats: timings of each.
     clock: gives the time in seconds.
 
   Returns:
     Medians of the round, of `PARTS` and of the rest.
   """
-  arguments = begin(target, drafter, rule, warp, batch, prompt_length, context)
-  *_, state, _, controller = arguments
-  target, drafter, rule, warp, eos = arguments[:5]
+  batch = len(state.length)
   keys = Keys(*jax.random.split(jax.random.key(0), (2, batch)))
   draft = jax.jit(_draft)(target, drafter, state, keys)
   block = decode._block(state, draft)
@@ -84,7 +86,7 @@ def parts(
   logits = jax.jit(lambda target, x: target.unembed(x))(target, output.features)
   loops = {
     ROUND: (
-      lambda *args: decode.advance(*args[:-1], args[-1], controller),
+      lambda *args: decode.advance(*args, controller),
       (target, drafter, rule, warp, eos, state),
     ),
     'drafting': (timing.proposals, (target, drafter, state)),
@@ -99,20 +101,20 @@ def parts(
   for name, (function, own) in loops.items():
     static = (3,) if name == 'commit' else ()
     program = jax.jit(function, static_argnums=static)
-    for count in (0, TURNS):
-      # A first call compiles, and a loop of no turns has what is no part of one.
+    for count in (0, rounds):
+      # A first call compiles; a loop of no turns has what is no part of one.
       jax.block_until_ready(program(*own, count))
       programs[name, count] = [
         lambda program=program, own=own, count=count: program(*own, count)
       ]
   seconds, results = timing.alternate(programs, repeats, clock=clock)
-  turns = dict.fromkeys(loops, TURNS)
-  ended = results[ROUND, TURNS][0].stats.rounds - state.stats.rounds
-  turns[ROUND] = int(np.max(np.asarray(ended)))
+  turns = dict.fromkeys(loops, rounds)
+  ended = results[ROUND, rounds][0].stats.rounds - state.stats.rounds
+  turns[ROUND] = max(int(np.max(np.asarray(ended))), 1)
   took = {
     name: float(
       np.median(
-        np.subtract(seconds[name, TURNS], seconds[name, 0]) / turns[name]
+        np.subtract(seconds[name, rounds], seconds[name, 0]) / turns[name]
       )
     )
     for name in loops
@@ -136,11 +138,23 @@ def begin(
   drafter: Drafter,
   rule: Verifier,
   warp: Warp,
+  *,
   batch: int,
   prompt_length: int,
   context: int,
 ) -> tuple[Any, ...]:
-  """Arguments of `decode.advance`, behind a prompt that both have read."""
+  """Arguments of `decode.advance`, behind a prompt that both have read.
+
+  Args:
+    target: the target.
+    drafter: proposes.
+    rule: verifies; a pytree.
+    warp: of target and drafter.
+    batch: rows.
+    prompt_length: tokens of the prompts, which are arbitrary ones.
+    context: tokens that the buffers are for; a few rounds must fit in behind
+      the prompts.
+  """
   text = np.arange(batch * prompt_length) * 7919 % target.vocab_size
   state = generation.start(
     target,

@@ -7,7 +7,7 @@ import pytest
 import scripts
 from scripts import ROOT, finish, start
 
-from specjax import experiment, logs, runs
+from specjax import experiment, logs, profiling, runs
 from specjax.checkpoint import Checkpoints
 from specjax.draft_length import CONTROLLERS
 from specjax.workspace import Workspace
@@ -125,6 +125,32 @@ def test_speedup_reports_and_draws(run):
   ):
     assert (run / f'{picture}.png').exists()
     assert f'{picture}.png' in out
+
+
+def test_a_profile_has_all_parts_of_a_round(run):
+  code, out, error = finish(
+    start(
+      'eval/speedup.py',
+      f'--workdir={run}',
+      '--profile',
+      '--arms=ngram,model:draft@2',
+      '--top_p=0.9',
+    )
+  )
+  assert code == 0, error
+  report = json.loads((run / 'profile.json').read_text())
+  assert set(report['rounds']) == {'none', 'ngram@2', 'model:draft@2'}
+  for name, found in report['rounds'].items():
+    whole = found.pop(profiling.ROUND)
+    assert set(found) == {*profiling.PARTS, profiling.REST}
+    seconds = [part['seconds'] for part in found.values()]
+    assert sum(seconds) == pytest.approx(whole['seconds'])
+    assert found['scoring']['floor'] > 0 and whole['floor'] > 0
+    # Lookup reads no weights.
+    assert (found['drafting']['floor'] > 0) == name.startswith('model')
+    traces = (run / 'profile' / name).rglob('perfetto_trace.json.gz')
+    assert len([*traces]) == 1
+  assert 'warp and rule' in out and 'profile.json' in out
 
 
 def row(speedup, spread=0.1, k=4, tokens=2.5):

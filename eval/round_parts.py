@@ -1,0 +1,89 @@
+"""Where the time of a round goes: `eval/speedup.py --profile`."""
+
+import rich.box
+import rich.console
+import rich.table
+
+from specjax import pricing, profiling, runs, verify, warps
+from specjax.drafters.none import NoDrafter
+
+OUTPUT, TRACE = 'profile.json', 'profile'
+
+
+def measure(workspace, ways, top_p):
+  """Times plain rounds and those of ways to draft, part by part; prints them.
+
+  Args:
+    workspace: the run.
+    ways: to draft.
+    top_p: of the warp, behind `config.decode.temperature`; 1 is none.
+  """
+  c = workspace.config['decode']
+  target, folder = workspace.target(), workspace.folder
+  warp = warps.temperature(c['temperature'])
+  if top_p < 1:
+    warp = warps.compose(warp, warps.TopP(top_p))
+  drafters = {'none': NoDrafter()}
+  for way in ways:
+    drafters[way.name] = way.drafter(workspace, c['temperature'])
+  rule = verify.as_pytree(verify.find(c['verify']))
+  report = {
+    'device': runs.device(),
+    'versions': runs.versions(),
+    'batch': min(workspace.config['speedup']['batches']),
+    'context': c['prompt_length'] + c['max_new_tokens'],
+    'top_p': top_p,
+    'rounds': {},
+    'config': workspace.config,
+  }
+  sizes = {
+    'batch': report['batch'],
+    'prompt_length': c['prompt_length'],
+    'context': report['context'],
+  }
+  for name, drafter in drafters.items():
+    drafter = pricing.with_warp(drafter, warp)
+    arguments = profiling.begin(target, drafter, rule, warp, **sizes)
+    found = profiling.parts(*arguments)
+    report['rounds'][name] = {k: v._asdict() for k, v in found.items()}
+    place = folder / TRACE / name.replace('/', '_')
+    profiling.trace(str(place), arguments)
+  runs.write_json(folder / OUTPUT, runs.portable(report))
+  show(report)
+  print(f'traces, for ui.perfetto.dev or TensorBoard: {folder / TRACE}')
+  print('numbers:', folder / OUTPUT)
+
+
+def show(report):
+  """Prints a table: a row for each part, a pair of columns for each way."""
+  console = rich.console.Console(highlight=False)
+  rounds = report['rounds']
+  console.width = max(console.width, 16 + 24 * len(rounds))
+  console.print(
+    f'\na round at batch {report["batch"]} in a buffer of'
+    f' {report["context"]} tokens, T ='
+    f' {report["config"]["decode"]["temperature"]:g}, top-p'
+    f' {report["top_p"]:g}: ms and share of it, and the floor in ms'
+  )
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+  )
+  table.add_column('', no_wrap=True)
+  for name in rounds:
+    table.add_column(name, justify='right', no_wrap=True)
+    table.add_column('floor', justify='right', no_wrap=True)
+  for part in (*profiling.PARTS, profiling.REST, profiling.ROUND):
+    cells = []
+    for found in rounds.values():
+      seconds, floor = found[part]['seconds'], found[part]['floor']
+      share = seconds / found[profiling.ROUND]['seconds']
+      cells.append(f'{1e3 * seconds:.2f} {share:4.0%}')
+      cells.append(f'{1e3 * floor:.2f}' if floor else '')
+    bold = part == profiling.ROUND
+    table.add_row(part, *cells, style='bold' if bold else None)
+  console.print(table)
+  console.print(
+    'every part by itself, in loops, in turns with whole rounds; what they'
+    ' leave is the rest; a floor is what must be read or written, at'
+    ' the rate at which this machine reads a large matrix'
+  )

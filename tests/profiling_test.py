@@ -1,0 +1,62 @@
+"""Parts of a round: a part that is made dear is the one that is found dear."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toys
+
+from specjax import profiling, verify, warps
+from specjax.drafters.model import ModelDrafter
+from specjax.drafters.none import NoDrafter
+from specjax.types import pytree
+
+
+def burn(x):
+  """Zero, after a while."""
+  size = 256
+  seed = jnp.full((size, size), 1e-3) + x.astype(jnp.float32) * 1e-9
+  end = jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ y), seed)
+  return end.sum() * 0
+
+
+@pytree
+class SlowRule:
+  def __call__(self, noise, draft, log_p):
+    verdict = verify.rejection(noise, draft, log_p)
+    return verdict._replace(law=verdict.law + burn(log_p[0, 0]))
+
+
+@pytree
+class SlowDrafter(ModelDrafter):
+  def propose(self, *args):
+    draft, memory = super().propose(*args)
+    tokens = draft.tokens + burn(draft.logits[0, 0, 0]).astype(jnp.int32)
+    return dataclasses.replace(draft, tokens=tokens), memory
+
+
+def shares(rule, drafter):
+  target = toys.transformer()
+  arguments = profiling.begin(
+    target,
+    drafter,
+    rule,
+    warps.UNCHANGED,
+    batch=1,
+    prompt_length=4,
+    context=128,
+  )
+  found = profiling.parts(*arguments, repeats=5)
+  whole = found.pop(profiling.ROUND)
+  return {name: part.seconds / whole.seconds for name, part in found.items()}
+
+
+@pytest.mark.slow
+def test_what_is_dear_is_found_so():
+  rejection = verify.as_pytree(verify.rejection)
+  draft = toys.transformer(1)
+  assert shares(SlowRule(), NoDrafter())['warp and rule'] > 0.5
+  assert shares(rejection, NoDrafter())['warp and rule'] < 0.5
+  assert shares(rejection, SlowDrafter(draft, 2))['drafting'] > 0.5
+  assert shares(rejection, NoDrafter())['drafting'] == 0
