@@ -7,24 +7,27 @@ import rich.console
 import rich.table
 
 from specjax import runs
+from specjax.workspace import TARGET
 
-# What a row is a row of, as far as its kind of report says it.
+# What a row is a row of, and what a report is of, as far as its kind says it.
 KEYS = 'task', 'drafter', 'rule', 'k', 'batch', 'temperature'
-SECTIONS = 'target', 'draft', 'decode'
+ABOUT = 'device', 'draft', 'file', 'count'
+SECTIONS = *TARGET, 'draft', 'decode'
+FIGURES = 'speedup', 'speedup_min', 'speedup_max', 'tokens_per_round'
 TOLERANCE = 0.05  # of a median; ranges of a few repeats are narrow
 
 
-def read(path, output, config):
-  """The rows of a report that was kept.
+def read(path, output, rows):
+  """A report that was kept.
 
   Args:
     path: of it.
     output: what this command writes.
-    config: that is measured now.
+    rows: the key of its rows.
 
   Raises:
     FileNotFoundError: it is not there.
-    ValueError: it is no report, of something else, or would be overwritten.
+    ValueError: it is no such report, or would be overwritten.
   """
   path = Path(path)
   if not path.is_file():
@@ -36,26 +39,41 @@ def read(path, output, config):
     )
   try:
     report = runs.read_json(path)
-    rows = {key(row): row for row in report[rows_of(output)]}
-    for row in rows.values():
-      row['speedup_min'] * row['speedup'] * row['tokens_per_round']
-    before = report['config']
+    if not report[rows]:
+      raise ValueError('it has no rows')
+    for row in report[rows]:
+      key(row), [float(row[name]) for name in FIGURES]
+    dict(report['config'])
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f'{path} is no {output.name} of this command ({error!r})'
     ) from error
-  changes = runs.differences(before, config, SECTIONS)
+  return report
+
+
+def require_same(before, now, path):
+  """Refuses to compare gains of different things.
+
+  Args:
+    before: the report that was kept.
+    now: the new one, or as much of it as is known before measuring: its
+      'config', and what of `ABOUT` it has.
+    path: of the report that was kept.
+
+  Raises:
+    ValueError: they differ; the message lists every value that does.
+  """
+  changes = [
+    f'{name}: {before.get(name)} -> {now[name]}'
+    for name in ABOUT
+    if name in now and before.get(name) != now[name]
+  ]
+  changes += runs.differences(before['config'], now['config'], SECTIONS)
   if changes:
     raise ValueError(
-      f'{path} was measured with another config ({"; ".join(changes)}): its'
-      ' ratios are of something else'
+      f'{path} was measured with something else ({"; ".join(changes)}), and so'
+      ' its gains say nothing about these'
     )
-  return rows
-
-
-def rows_of(output):
-  """The key of the rows of a report."""
-  return 'sweep' if output.name == 'speedup.json' else 'rows'
 
 
 def key(row):
@@ -63,20 +81,20 @@ def key(row):
   return tuple((name, row[name]) for name in KEYS if name in row)
 
 
-def compare(before, report, output):
+def compare(before, now):
   """Prints what became of each way.
 
   A way is slower where its best repeat is slower than the worst one was, and
   its median by more than `TOLERANCE`.
 
   Args:
-    before: rows by what they are of.
-    report: what was measured now.
-    output: where it was written.
+    before: rows of the report that was kept.
+    now: rows that were measured now.
 
   Returns:
-    Whether any is slower, or nothing could be compared.
+    Whether any is slower, or was not measured again.
   """
+  before = {key(row): row for row in before}
   console = rich.console.Console(highlight=False)
   console.width = max(console.width, 96)
   table = rich.table.Table(
@@ -86,7 +104,7 @@ def compare(before, report, output):
   for column in ('it was', 'it is', 'tokens/round', ''):
     table.add_column(column, justify='right', no_wrap=True)
   slower = []
-  rows = [row for row in report[rows_of(output)] if key(row) in before]
+  rows = [row for row in now if key(row) in before]
   for row in rows:
     old = before[key(row)]
     lost = row['speedup_max'] < old['speedup_min']
@@ -98,9 +116,9 @@ def compare(before, report, output):
     table.add_row(name(row), gain(old), gain(row), ' -> '.join(counts), said)
   console.print(table)
   missing = len(before) - len(rows)
-  also = f'; {missing} that were measured then are not now' if missing else ''
+  also = f'; {missing} that were measured then are MISSING' if missing else ''
   print(f'{len(slower)} of {len(rows)} ways are slower than they were{also}')
-  return bool(slower) or not rows
+  return bool(slower or missing)
 
 
 def name(row):

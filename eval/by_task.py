@@ -8,6 +8,8 @@ import rich.table
 
 from specjax import benchmark, certify, contest, plots, prompts, runs, verify
 
+OUTPUT, ROWS = 'tasks.json', 'rows'
+
 
 def parse(arms, k):
   """Ways to draft of their texts; `k` is the size where none is said."""
@@ -21,9 +23,6 @@ def read(path, count):
   return prompts.by_task(prompts.load(path), count)
 
 
-OUTPUT = 'tasks.json'
-
-
 def require(workspace, ways):
   """Refuses ways whose drafts a run does not have."""
   missing = workspace.missing([name for way in ways for name in way.folders])
@@ -34,13 +33,14 @@ def require(workspace, ways):
     )
 
 
-def measure(workspace, texts, ways):
+def measure(workspace, texts, ways, about):
   """Measures, writes, prints.
 
   Args:
     workspace: the run.
     texts: of prompts, by task.
     ways: to draft.
+    about: what else the report says.
 
   Returns:
     The report, and whether greedy text is not plain text where it should be.
@@ -61,10 +61,10 @@ def measure(workspace, texts, ways):
     repeats=c['repeats'],
   )
   report = {
-    'device': runs.device(),
+    **about,
     'versions': runs.versions(),
     'lossy': verify.is_lossy(decode['verify']),
-    'rows': rows,
+    ROWS: rows,
     'config': config,
   }
   folder = workspace.folder

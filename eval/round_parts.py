@@ -1,10 +1,12 @@
 """Where the time of a round goes: `eval/speedup.py --profile`."""
 
+import shutil
+
 import rich.box
 import rich.console
 import rich.table
 
-from specjax import pricing, profiling, runs, verify, warps
+from specjax import contest, profiling, runs, verify, warps
 from specjax.drafters.none import NoDrafter
 
 OUTPUT, TRACE = 'profile.json', 'profile'
@@ -26,13 +28,16 @@ def measure(workspace, ways, top_p):
   drafters = {'none': NoDrafter()}
   for way in ways:
     drafters[way.name] = way.drafter(workspace, c['temperature'])
-  rule = verify.as_pytree(verify.find(c['verify']))
+  rules = {c['verify']: verify.find(c['verify'])}
+  contest.pair(target, drafters, rules)  # refused before anything is timed
+  rule = verify.as_pytree(rules[c['verify']])
   report = {
     'device': runs.device(),
     'versions': runs.versions(),
     'batch': min(workspace.config['speedup']['batches']),
     'context': c['prompt_length'] + c['max_new_tokens'],
     'top_p': top_p,
+    'bytes_per_second': profiling.bandwidth(),
     'rounds': {},
     'config': workspace.config,
   }
@@ -42,13 +47,13 @@ def measure(workspace, ways, top_p):
     'context': report['context'],
   }
   for name, drafter in drafters.items():
-    drafter = pricing.with_warp(drafter, warp)
     arguments = profiling.begin(target, drafter, rule, warp, **sizes)
-    found = profiling.parts(*arguments)
+    found = profiling.parts(*arguments, rate=report['bytes_per_second'])
     report['rounds'][name] = {k: v._asdict() for k, v in found.items()}
+    runs.write_json(folder / OUTPUT, runs.portable(report))
     place = folder / TRACE / name.replace('/', '_')
+    shutil.rmtree(place, ignore_errors=True)  # else an older one would be shown
     profiling.trace(str(place), arguments)
-  runs.write_json(folder / OUTPUT, runs.portable(report))
   show(report)
   print(f'traces, for ui.perfetto.dev or TensorBoard: {folder / TRACE}')
   print('numbers:', folder / OUTPUT)
@@ -60,7 +65,7 @@ def show(report):
   rounds = report['rounds']
   console.width = max(console.width, 16 + 24 * len(rounds))
   console.print(
-    f'\na round at batch {report["batch"]} in a buffer of'
+    f'\na round at batch {report["batch"]}, for texts of'
     f' {report["context"]} tokens, T ='
     f' {report["config"]["decode"]["temperature"]:g}, top-p'
     f' {report["top_p"]:g}: ms and share of it, and the floor in ms'
@@ -84,6 +89,6 @@ def show(report):
   console.print(table)
   console.print(
     'every part by itself, in loops, in turns with whole rounds; what they'
-    ' leave is the rest; a floor is what must be read or written, at'
-    ' the rate at which this machine reads a large matrix'
+    ' leave is the rest; a floor is the time in which its bytes come from'
+    f' memory, at {report["bytes_per_second"] / 1e9:.0f} GB/s'
   )

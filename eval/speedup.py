@@ -19,15 +19,16 @@ which becomes the target of a run of its own; see configs/pretrained.py.
 
     python eval/speedup.py --check=kept/speedup.json
 
-With a report that an earlier call wrote, the gains are compared with those: the
-exit code says whether one is less. They are ratios, so that a day on which the
-machine is slow changes little.
+With a report that an earlier call wrote, also one with --prompts, gains are
+compared with those: the exit code says whether a way's best repeat is below its
+worst one then, and its median by 5 % or more. They are ratios, so that a day on
+which the machine is slow changes little.
 
     python eval/speedup.py --profile --arms=ngram,model:draft@4
 
 says where the time of a round goes, part by part, plainly and in each way to
-draft, beside what moving its bytes takes at least. `profile.json` and traces of
-some rounds go into the run.
+draft, at the smallest batch, and what moving its bytes from memory takes.
+`profile.json` and traces of some rounds go into the run.
 """
 
 import itertools
@@ -70,7 +71,9 @@ ARMS = flags.DEFINE_list(
 PROFILE = flags.DEFINE_bool(
   'profile', False, 'where the time of a round goes, and nothing else'
 )
-TOP_P = flags.DEFINE_float('top_p', 1.0, 'with --profile: of the warp')
+TOP_P = flags.DEFINE_float(
+  'top_p', None, 'with --profile: of the warp, behind config.decode.temperature'
+)
 COUNT = flags.DEFINE_integer('count', 8, 'with --prompts: of each task')
 CHECK = flags.DEFINE_string(
   'check', None, 'a report that was kept: fails where a gain is less than there'
@@ -85,39 +88,58 @@ OUTPUT = 'speedup.json'
 def main(config, folder):
   """Measures, writes, prints."""
   config = config.to_dict()
-  if TARGET.value and not PROMPTS.value:
-    raise ValueError('--target has no draft to measure but with --prompts')
+  refuse_idle_flags()
   # All that may be wrong is read before a model is.
+  by_arms = PROMPTS.value or PROFILE.value
+  ways = by_task.parse(ARMS.value, config['decode']['k']) if by_arms else ()
+  about, output, rows = {'draft': DRAFT.value}, folder / OUTPUT, 'sweep'
   if PROMPTS.value:
-    ways = by_task.parse(ARMS.value, config['decode']['k'])
     texts = by_task.read(PROMPTS.value, COUNT.value)
-  if PROFILE.value:
-    if PROMPTS.value or CHECK.value:
-      raise ValueError('--profile has neither --prompts nor --check')
-    ways = by_task.parse(ARMS.value, config['decode']['k'])
-    workspace = Workspace.look_at(folder, config)
-    by_task.require(workspace, ways)
-    round_parts.measure(workspace, ways, TOP_P.value)
-    return 0
-  output = folder / (by_task.OUTPUT if PROMPTS.value else OUTPUT)
+    about = {'file': PROMPTS.value, 'count': COUNT.value}
+    output, rows = folder / by_task.OUTPUT, by_task.ROWS
+  before = baseline.read(CHECK.value, output, rows) if CHECK.value else None
   if TARGET.value:
     Workspace.create(folder, config).adopt_target()
   workspace = Workspace.look_at(folder, config)
-  before = None
-  if CHECK.value:
-    before = baseline.read(CHECK.value, output, workspace.config)
+  by_task.require(workspace, ways)
+  if PROFILE.value:
+    round_parts.measure(workspace, ways, TOP_P.value or 1.0)
+    return 0
+  about |= {'device': runs.device()}
+  if before:
+    now = {**about, 'config': workspace.config}
+    baseline.require_same(before, now, CHECK.value)
   if PROMPTS.value:
-    report, lost = by_task.measure(workspace, texts, ways)
+    report, lost = by_task.measure(workspace, texts, ways, about)
   else:
-    report = measure(workspace, DRAFT.value)
+    report = about | measure(workspace, DRAFT.value)
     runs.write_json(output, runs.portable(report))
     pictures = draw(workspace, DRAFT.value, report)
     show(report)
     print('pictures:', *pictures)
     print('numbers:', output)
     lost = not report['lossy'] and is_lost(report)
-  slower = before is not None and baseline.compare(before, report, output)
+  slower = before and baseline.compare(before[rows], report[rows])
   return 1 if lost or slower else 0
+
+
+def refuse_idle_flags():
+  """Refuses flags that would make no difference, or no sense.
+
+  Raises:
+    ValueError: naming them.
+  """
+  if TARGET.value and not (PROMPTS.value or PROFILE.value):
+    raise ValueError(
+      '--target has no draft to measure but with --prompts or --profile'
+    )
+  if PROFILE.value and (PROMPTS.value or CHECK.value):
+    raise ValueError('--profile has neither --prompts nor --check')
+  if TOP_P.value is not None:
+    if not PROFILE.value:
+      raise ValueError(f'--top_p={TOP_P.value:g} is for --profile')
+    if not 0 < TOP_P.value <= 1:
+      raise ValueError(f'--top_p is {TOP_P.value:g}: above 0, and 1 at most')
 
 
 def measure(workspace: Workspace, draft: str):
@@ -196,9 +218,7 @@ def measure(workspace: Workspace, draft: str):
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = held_out(workspace, largest, decode['prompt_length'] + new)
   return {
-    'device': runs.device(),
     'versions': runs.versions(),
-    'draft': draft,
     'verify': decode['verify'],
     'lossy': verify.is_lossy(decode['verify']),
     **best,

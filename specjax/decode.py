@@ -181,7 +181,7 @@ def step(
   limits = () if limit is None else (_of_live_rows(limit, ~s.done),)
   draft, memory = propose(*limits)
   n, tree = draft.tokens.shape[1], draft.parents is not None
-  noise = _noise(fold(round_key, 1), keys.target, s.length, n)
+  noise = noise_of(fold(round_key, 1), keys.target, s.length, n)
   if limit is None:
     scored, scored_length = score(draft, noise), n
   else:
@@ -197,9 +197,7 @@ def step(
     order = trees.pack(scored.accepted)
     drafted = jnp.take_along_axis(drafted, order, 1)
   drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
-  last = jax.vmap(lambda key, i, law: draws.inverse_cdf(key[i], law))(
-    noise.draws, accepted, scored.law
-  )
+  last = draw_last(noise, accepted, scored.law)
   tokens = jnp.where(index < accepted[:, None], drafted, last[:, None])
   ends = jnp.isin(tokens, eos)
   inside = ends & (index < accepted[:, None])
@@ -217,7 +215,7 @@ def step(
   kept = scored.accepted & (rank < count[:, None])
   kept = jnp.concatenate([count[:, None] > 0, kept], 1)
   valid = jnp.ones((), bool) if draft.valid is None else draft.valid
-  block = _block(s, draft)
+  block = block_of(s, draft)
   slot = jnp.broadcast_to(_depths(block), kept.shape)[:, 1:] - 1
   counted = valid & jnp.take_along_axis(room & ~ended, slot, 1)
   seen = _see(draft.parents, slot, counted, emitted, scored.accepted, ~s.done)
@@ -395,7 +393,7 @@ def _of_live_rows(limit: Limit, live: Array) -> Limit:
   return Limit(limit.nodes, lambda i, logits: limit.go_on(i, logits) & live)
 
 
-def _block(state: DecodeState, draft: Draft) -> Block:
+def block_of(state: DecodeState, draft: Draft) -> Block:
   """The pending tokens and what was drafted behind them."""
   pending = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)
   parents = draft.parents
@@ -409,8 +407,20 @@ def _depths(block: Block) -> Array:
   return trees.depths(trees.ancestors(block.parents, block.tokens.shape[1]))
 
 
-def _noise(accept_keys, target_keys, length, n) -> Noise:
-  """What rules may use of a draft of `n` nodes, `[B, ...]`."""
+def noise_of(
+  accept_keys: Key, target_keys: Key, length: Array, n: int
+) -> Noise:
+  """What rules may use of a draft of `n` nodes.
+
+  Args:
+    accept_keys: `[B]`, fresh in every round.
+    target_keys: `[B]`, the rows'.
+    length: `[B]` at the start of the round.
+    n: nodes.
+
+  Returns:
+    `[B, n]` and `[B, n + 1]`.
+  """
   draw_keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(
     target_keys, length[:, None] + jnp.arange(n + 1)
   )
@@ -420,9 +430,18 @@ def _noise(accept_keys, target_keys, length, n) -> Noise:
   return Noise(log_u, draw_keys)
 
 
+def draw_last(noise: Noise, accepted: Array, law: Array) -> Array:
+  """The tokens `[B]` that follow the `accepted` `[B]` ones, of laws `[B, V]`.
+
+  Drawn with the keys of their positions.
+  """
+  draw = jax.vmap(lambda key, i, law: draws.inverse_cdf(key[i], law))
+  return draw(noise.draws, accepted, law)
+
+
 def _score(target, layers, verify, warp, eos, state, draft, noise) -> Scored:
   """The target's pass over a draft, and the rule."""
-  block = _block(state, draft)
+  block = block_of(state, draft)
   output, rows = target.extend(block, state.cache, layers)
   position = state.length[:, None] + _depths(block)
   early = position < state.earliest[:, None]

@@ -106,7 +106,9 @@ def distill_loss(
       ' it is along a text, for one horizon; set it to 0'
     )
 
-  ids = getattr(drafter, 'vocabulary', ())
+  ids = ()
+  if hasattr(drafter, 'unembed_vocabulary') and losses.merges(divergence):
+    ids = drafter.vocabulary
 
   def position(own, theirs, labels):
     log_p = jax.nn.log_softmax(warps[0](target.unembed(theirs)))
@@ -282,14 +284,17 @@ def _narrowed(
 ) -> tuple[Array, Array, Array]:
   """Laws and labels in which all that a draft cannot say is one outcome.
 
-  No divergence tells these outcomes apart, nor has any of them a gradient, and
-  most of a vocabulary is among them.
+  No divergence of `losses` tells these outcomes apart, nor has any of them a
+  gradient, and most of a vocabulary is among them.
 
   Args:
     log_p: `[..., V]` of the target.
     labels: `[...]`.
     logits: `[..., N]` of the draft.
     ids: the N tokens that it may say.
+
+  Returns:
+    The same, `[..., N + 1]`, `[...]` and `[..., N + 1]`: the last is all else.
   """
   where = jnp.array(ids)
   size, vocab = len(ids), log_p.shape[-1]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-TRIES = 5
+from specjax import timing
 
 
 def products(function: Callable[..., Any], *args: Any) -> int:
@@ -39,13 +38,7 @@ def peak(dtype: str = 'float32') -> float:
   product = jax.jit(
     functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
   )
-  jax.block_until_ready(product(a, a))
-  seconds = []
-  for _ in range(TRIES):
-    start = time.perf_counter()
-    jax.block_until_ready(product(a, a))
-    seconds.append(time.perf_counter() - start)
-  return 2 * size**3 / min(seconds)
+  return 2 * size**3 / timing.best(lambda: product(a, a))
 
 
 def _count(jaxpr: Any) -> int:

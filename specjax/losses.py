@@ -199,6 +199,15 @@ def find(name: str, **numbers: float) -> Divergence:
   return functools.partial(divergence, **numbers) if numbers else divergence
 
 
+def merges(divergence: Divergence) -> bool:
+  """Whether it is one of `DIVERGENCES`, whatever its numbers.
+
+  To these, tokens that the draft cannot say are as good as one token.
+  """
+  function = getattr(divergence, 'func', divergence)
+  return function in DIVERGENCES.values()
+
+
 def expected_length(surprise: Array, valid: Array, k: int) -> Array:
   """Minus the expected number of accepted tokens of a draft, at each start.
 

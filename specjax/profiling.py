@@ -2,12 +2,14 @@
 
 Every part is a loop of its own, in one program, and is timed in turns with
 whole rounds; what the parts leave of a round is its rest. The floor of a part
-is the time in which the bytes that it cannot do without are read or written at
-the rate of a large product with one vector.
+is the time in which the bytes that it reads and writes come from memory, at the
+rate of a large product with one vector. What fits into the processor's caches
+may be faster.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, draws, generation, pricing, timing
+from specjax import decode, drafters, generation, pricing, timing
 from specjax.decode import DecodeState
 from specjax.types import (
   Array,
@@ -33,7 +35,6 @@ from specjax.types import (
 ROUND, REST = 'round', 'rest'
 PARTS = 'drafting', 'scoring', 'warp and rule', 'commit'
 TURNS = 16  # of a timed loop
-TRIES = 5
 
 
 class Part(NamedTuple):
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
   Attributes:
     seconds: that it takes.
-    floor: seconds that it must take; 0 where nothing is known.
+    floor: seconds that it takes to move its bytes; 0 where nothing is known.
   """
 
   seconds: float
@@ -58,6 +59,7 @@ def parts(
   rounds: int,
   controller: DraftLength,
   *,
+  rate: float,
   repeats: int = 9,
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Part]:
@@ -72,16 +74,22 @@ def parts(
     state: where to stand, with room for `rounds`.
     rounds: turns of a timed loop.
     controller: of the draft length.
+    rate: bytes per second, as `bandwidth` finds it.
     repeats: timings of each.
     clock: gives the time in seconds.
 
   Returns:
-    Medians of the round, of `PARTS` and of the rest.
+    Medians of the round, of `PARTS` and of the rest, which is negative where
+    parts by themselves took longer than together. The floor of the round is the
+    sum of those that are known.
+
+  Raises:
+    ValueError: there is no round left in the state.
   """
   batch = len(state.length)
   keys = Keys(*jax.random.split(jax.random.key(0), (2, batch)))
   draft = jax.jit(_draft)(target, drafter, state, keys)
-  block = decode._block(state, draft)
+  block, nodes = decode.block_of(state, draft), draft.tokens.shape[1]
   output, rows = jax.jit(_extend)(target, drafter, block, state.cache)
   logits = jax.jit(lambda target, x: target.unembed(x))(target, output.features)
   loops = {
@@ -92,38 +100,38 @@ def parts(
     'drafting': (timing.proposals, (target, drafter, state)),
     'scoring': (_score, (target, drafter, block, state.cache)),
     'warp and rule': (_judge, (rule, warp, logits, draft, keys, state.length)),
-    'commit': (_commit, (target, state.cache, rows, block.parents is None)),
+    'commit': (
+      functools.partial(_commit, block.parents is None),
+      (target, state.cache, rows),
+    ),
   }
-  nodes = draft.tokens.shape[1]
   if not nodes:
     del loops['drafting']
   programs = {}
   for name, (function, own) in loops.items():
-    static = (3,) if name == 'commit' else ()
-    program = jax.jit(function, static_argnums=static)
+    program = jax.jit(function)
+    # A loop of no turns has what is no part of one; a first call compiles.
     for count in (0, rounds):
-      # A first call compiles; a loop of no turns has what is no part of one.
-      jax.block_until_ready(program(*own, count))
-      programs[name, count] = [
-        lambda program=program, own=own, count=count: program(*own, count)
-      ]
+      call = functools.partial(program, *own, count)
+      jax.block_until_ready(call())
+      programs[name, count] = [call]
   seconds, results = timing.alternate(programs, repeats, clock=clock)
-  turns = dict.fromkeys(loops, rounds)
+  # Fewer, where the text came to its end.
   ended = results[ROUND, rounds][0].stats.rounds - state.stats.rounds
-  turns[ROUND] = max(int(np.max(np.asarray(ended))), 1)
-  took = {
-    name: float(
-      np.median(
-        np.subtract(seconds[name, rounds], seconds[name, 0]) / turns[name]
-      )
+  turns = dict.fromkeys(loops, rounds) | {ROUND: int(np.max(ended))}
+  if not turns[ROUND]:
+    raise ValueError(
+      f'no round is left in {int(state.stop.max())} tokens: give more'
+      ' max_new_tokens'
     )
+  took = {'drafting': 0.0} | {
+    name: float(np.median(np.subtract(seconds[name, rounds], seconds[name, 0])))
+    / turns[name]
     for name in loops
   }
-  took.setdefault('drafting', 0.0)
-  rate = bandwidth()
   floors = {
-    'drafting': _bytes(drafter) * nodes,
-    'scoring': _bytes(_read(target)) + _bytes(state.cache.rows),
+    'drafting': _drafted(drafter, draft),
+    'scoring': _read(target) + _bytes(state.cache.rows),
     'warp and rule': _bytes(logits) + _bytes(draft.logits),
     'commit': 2 * _bytes(rows),
   }
@@ -154,6 +162,9 @@ def begin(
     prompt_length: tokens of the prompts, which are arbitrary ones.
     context: tokens that the buffers are for; a few rounds must fit in behind
       the prompts.
+
+  Returns:
+    The arguments, with as many rounds as a timed loop turns.
   """
   text = np.arange(batch * prompt_length) * 7919 % target.vocab_size
   state = generation.start(
@@ -170,16 +181,10 @@ def begin(
 
 def bandwidth() -> float:
   """Bytes per second that are read at best: of a matrix, by one vector."""
-  size = 8192 if jax.default_backend() == 'cpu' else 32768
+  size = 8192 if jax.default_backend() == 'cpu' else 16384
   matrix, vector = jnp.ones((size, size)), jnp.ones(size)
   product = jax.jit(jnp.matmul)
-  jax.block_until_ready(product(matrix, vector))
-  seconds = []
-  for _ in range(TRIES):
-    start = time.perf_counter()
-    jax.block_until_ready(product(matrix, vector))
-    seconds.append(time.perf_counter() - start)
-  return matrix.nbytes / min(seconds)
+  return matrix.nbytes / timing.best(lambda: product(matrix, vector))
 
 
 def trace(folder: str, arguments: tuple[Any, ...]) -> None:
@@ -223,18 +228,17 @@ def _judge(rule, warp, logits, draft, keys, length, count):
   fold = jax.vmap(jax.random.fold_in, (0, None))
 
   def once(i, logits):
-    noise = decode._noise(fold(keys.draft, i), keys.target, length, n)
-    verdict = jax.vmap(rule)(noise, draft, jax.nn.log_softmax(warp(logits)))
-    at = verdict.accepted.sum(-1)
-    last = jax.vmap(lambda key, i, law: draws.inverse_cdf(key[i], law))(
-      noise.draws, at, verdict.law
+    noise = decode.noise_of(
+      fold(keys.draft, i), fold(keys.target, i), length, n
     )
+    verdict = jax.vmap(rule)(noise, draft, jax.nn.log_softmax(warp(logits)))
+    last = decode.draw_last(noise, verdict.accepted.sum(-1), verdict.law)
     return logits.at[:, 0, 0].add(1e-9 * last)
 
   return jax.lax.fori_loop(0, count, once, logits)
 
 
-def _commit(target, cache, rows, chain, count):
+def _commit(chain, target, cache, rows, count):
   """Writes of a block's rows, at one place."""
   kept = jnp.ones(jax.tree.leaves(rows)[0].shape[::2][:2], bool)
 
@@ -246,16 +250,17 @@ def _commit(target, cache, rows, chain, count):
   return jax.lax.fori_loop(0, count, once, cache.rows)
 
 
-def _read(target: LanguageModel) -> Any:
-  """What a pass reads whole: an embedding that is no head is looked up."""
-  config = getattr(target, 'config', None)
-  leaves = jax.tree_util.tree_leaves_with_path(target)
-  return [
-    leaf
-    for path, leaf in leaves
-    if getattr(config, 'tied', True)
-    or not jax.tree_util.keystr(path).startswith('.embedding')
-  ]
+def _drafted(drafter: Drafter, draft: Draft) -> int:
+  """Bytes that a chain of a draft model reads; of others nothing is known."""
+  if type(drafter) is not drafters.find('model').ModelDrafter:
+    return 0
+  return draft.tokens.shape[1] * _read(drafter.model)
+
+
+def _read(model: LanguageModel) -> int:
+  """Bytes that a pass reads: an embedding that is no head is looked up."""
+  tied = getattr(getattr(model, 'config', None), 'tied', True)
+  return _bytes(model) - (0 if tied else _bytes(model.embedding))
 
 
 def _bytes(tree: Any) -> int:

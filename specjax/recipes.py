@@ -14,6 +14,7 @@ import optax
 from specjax import (
   data,
   distill,
+  flops,
   losses,
   optimizing,
   runs,
@@ -151,6 +152,9 @@ def distil(
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    operations=lambda state, batch: flops.products(
+      update, state, target, batch, weights
+    ),
     dtype=c['dtype'],
     patience=c['patience'],
   )

@@ -99,6 +99,22 @@ def alternate(
   return seconds, results
 
 
+def best(call: Callable[[], Any], tries: int = 5) -> float:
+  """Seconds of the fastest of some calls, behind one that may compile.
+
+  Args:
+    call: returns arrays, which are waited for.
+    tries: how often.
+  """
+  jax.block_until_ready(call())
+  seconds = []
+  for _ in range(tries):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    seconds.append(time.perf_counter() - start)
+  return min(seconds)
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
   """The ratio of two arms, taken within each repeat."""
   ratios = [a / b for a, b in zip(over, under, strict=True)]

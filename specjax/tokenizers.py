@@ -34,14 +34,12 @@ class Tokenizer(abc.ABC):
     serialised: the JSON text that `save` writes; it determines the tokenizer.
     pieces: the bytes of each id; empty for `eos_id`.
     eos_id: ends a document. No text encodes to it.
-    bos_id: begins a document, where the models of this tokenizer want that.
     template: of a chat, if there is one.
   """
 
   serialised: str
   pieces: tuple[bytes, ...]
   eos_id: int
-  bos_id: int | None = None
   template: str | None = None
 
   @abc.abstractmethod
@@ -54,8 +52,8 @@ class Tokenizer(abc.ABC):
 
   @property
   def start(self) -> list[int]:
-    """What stands before the ids of a document: nothing, or `bos_id`."""
-    return [] if self.bos_id is None else [self.bos_id]
+    """What stands before the ids of a document: nothing, if not said."""
+    return []
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -73,8 +71,8 @@ class Tokenizer(abc.ABC):
 
   @property
   def end_ids(self) -> list[int]:
-    """Ids that end what a model says: `eos_id`, and a new beginning."""
-    return [*self.start, self.eos_id]
+    """Ids that end what a model says."""
+    return [self.eos_id]
 
   @property
   def spelling(self) -> Sequence[bytes | str]:

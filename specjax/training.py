@@ -36,6 +36,7 @@ def fit(
   score: Callable[[Mapping[str, float]], float],
   show: Sequence[str] = (),
   tokens: int = 1,
+  operations: Callable[[TrainState, Batch], int] | None = None,
   dtype: str = 'float32',
   patience: int = 0,
 ) -> TrainState:
@@ -62,7 +63,10 @@ def fit(
     score: of the scalars; its highest value marks the best checkpoint.
     show: the scalars to show while it runs.
     tokens: in a batch, for the rate.
-    dtype: of the factors of its products, for what the machine could do.
+    operations: of the matrix products in a step, of a state and a batch; asked
+      for behind the last step, and compared with one large product, which is
+      timed then. Without it their rate is not said.
+    dtype: of the factors of these products.
     patience: evaluations in a row without a higher score after which it stops
       early; 0 is never. The checkpoints tell, so that a run that was killed
       stops where it would have.
@@ -128,11 +132,17 @@ def fit(
         f' that at {best.step} in {patience}'
       )
     if speed.steps:
-      done = speed.rate * flops.products(step, state, batch)
+      said = ''
+      if operations:
+        rate = speed.rate * operations(state, batch)
+        said = (
+          f'; {rate / 1e9:,.0f} GFLOP/s in matrix products, those made again'
+          f' for the gradient too: {rate / flops.peak(dtype):.0%} of the rate'
+          ' of one large product'
+        )
       print(
         f'{log.name}: {speed.rate * tokens:,.0f} tokens per second, evaluations'
-        f' left out; {done / 1e9:,.0f} GFLOP/s in matrix products,'
-        f' {done / flops.peak(dtype):.0%} of the rate of one large product'
+        f' left out{said}'
       )
     return state
 

@@ -214,23 +214,22 @@ class Workspace:
     if checkpoint.Checkpoints(folder).latest() is not None:
       return
     # Once, for a name on the hub may stand for something else a moment later.
-    place = str(pretrained.local(wanted['path']))
-    if pretrained.content_hash(place) != wanted['sha256']:
+    source = pretrained.Source(wanted['path'])
+    if source.hash != wanted['sha256']:
       raise ValueError(
         f'{wanted["path"]} has changed since it was looked at: try again'
       )
-    tokenizer = pretrained.load_tokenizer(
-      place,
+    tokenizer = source.load_tokenizer(
       wanted['tokenizer_path'],
       wanted['document_start'],
       wanted['document_end'],
     )
     self._require_start(tokenizer)
-    target = pretrained.load(place, wanted['dtype'], tokenizer.vocab_size)
+    target = source.load(wanted['dtype'], tokenizer.vocab_size)
     record = {
       'tokenizer': tokenizer.hash,
-      'vocab_size': pretrained.read_config(place).vocab_size,
-      'licence': pretrained.licence(place),
+      'vocab_size': source.read_config().vocab_size,
+      'licence': source.licence(),
     }
     # One that lies there is of a model that could not be loaded.
     tokenizer.save(self.folder / 'tokenizer.json')
@@ -297,7 +296,7 @@ class Workspace:
       like = dataclasses.replace(like, layers=len(config['target_layers']))
       config['model'] = _sizes_of(like, config['model'])
     elif config.get('path'):
-      like = pretrained.read_config(config['path'])
+      like = pretrained.Source(config['path']).read_config()
       config['model'] = _sizes_of(like, config['model'])
     if config.get('vocab_size'):
       size = self.tokenizer.vocab_size
@@ -474,12 +473,12 @@ class Workspace:
   def _pretrained_draft(self) -> Transformer:
     """The model at `draft.path`, whose ids must mean what the target's do."""
     path, mine = self.config['draft']['path'], self.tokenizer
-    own = pretrained.load_tokenizer(path)
+    source = pretrained.Source(path)
     try:
-      tokenizers.require_same(own, mine)
+      tokenizers.require_same(source.load_tokenizer(), mine)
     except ValueError as error:
       raise ValueError(f'draft.path is {path}: {error}') from error
-    return pretrained.load(path, vocab_size=mine.vocab_size)
+    return source.load(vocab_size=mine.vocab_size)
 
   def _require_target(self) -> str:
     """Refuses that there is none; returns the command that trains it."""
@@ -509,7 +508,7 @@ def _hash_of_target(folder: Path, path: str) -> str:
     target = runs.read_json(began)['target']
     if target.get('path') == path:
       return target['sha256']
-  return pretrained.content_hash(path)
+  return pretrained.Source(path).hash
 
 
 def _half_trained(folder: Path) -> str | None:

@@ -8,6 +8,7 @@ import toys
 from scipy import stats
 
 from specjax import certify, generation, verify, warps
+from specjax.certify import tiers
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -270,15 +271,18 @@ def test_the_display_is_near_zero_for_one_law_and_near_the_truth_for_two():
   rows = certify.compare(plain, leaky)
   assert [row['n'] for row in rows] == [1, 2, 3]
   assert [row['tables'] for row in rows] == [8, 6, 4]
-  true = [
-    np.abs(
-      oracles.joint(TARGET, prompt, 1) - oracles.joint(other, prompt, 1)
-    ).sum()
-    / 2
-    for prompt in PROMPTS
-  ]
-  first = certify.compare(plain[:, :, :1], leaky[:, :, :1])
-  assert first[0]['tv'] == pytest.approx(np.mean(true), abs=0.015)
+  laws = np.array(
+    [
+      [oracles.joint(x, prompt, 1) for x in (TARGET, other)]
+      for prompt in PROMPTS
+    ]
+  )
+  true = abs(laws[:, 0] - laws[:, 1]).sum(-1).mean() / 2
+  (first,) = certify.compare(plain[:, :, :1], leaky[:, :, :1])
+  # What is taken off, the mean distance of two samples of one law.
+  law, n = laws.mean(1), plain.shape[1]
+  null = np.sqrt(4 / np.pi * law * (1 - law) / n).sum(-1).mean() / 2
+  assert first['tv_low'] < true < first['tv_high'] + null
   for row in rows:
     assert row['p_value'] < 0.01 and row['kl_low'] > 0 and row['tv_low'] > 0
 
@@ -308,6 +312,16 @@ def test_equal_seeds_give_equal_text(rule, warp):
   (plain,) = sample(NoDrafter(), rule, batches=1, warp=warp)
   (other,) = sample(DRAFTER, rule, batches=1, warp=warp)
   assert certify.first_mismatches(Markov(TARGET), plain, other) == []
+
+
+def test_text_of_equal_seeds_is_plain_text_under_its_rule():
+  subject = tiers.Subject(
+    Markov(TARGET), DRAFTER, verify.block, WARP, DRAFTER, jax.random.key(3)
+  )
+  found = tiers.with_equal_seeds(subject, PROMPTS, each=2, max_new_tokens=NEW)
+  assert [row['kind'] for row in found] == ['greedy', 'sampler_match']
+  for row in found:
+    assert row['rows'] == 4 and row['mismatches'] == []
 
 
 def test_a_mismatch_is_listed_with_the_margin_that_it_overrode():

@@ -41,7 +41,7 @@ def _assert_batch(batch, tokens, segments, weight):
 
 
 class Started(tokenizers.Bytes):
-  bos_id = 7
+  start = (7,)
 
 
 def test_documents_begin_as_the_tokenizer_has_it(tmp_path):

@@ -57,10 +57,10 @@ def test_a_folder_becomes_the_target_of_a_run(tmp_path):
 
 def test_a_changed_tokenizer_is_another_model(tmp_path):
   hf_files.model(tmp_path / 'model')
-  before = pretrained.content_hash(str(tmp_path / 'model'))
+  before = pretrained.Source(str(tmp_path / 'model')).hash
   settings = tmp_path / 'model' / 'tokenizer_config.json'
   settings.write_text(settings.read_text() + ' ')
-  assert pretrained.content_hash(str(tmp_path / 'model')) != before
+  assert pretrained.Source(str(tmp_path / 'model')).hash != before
 
 
 def test_a_draft_begins_as_layers_of_the_target_or_as_another_model(tmp_path):
@@ -96,20 +96,19 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
 def test_documents_begin_and_end_as_is_said(tmp_path):
   hf_files.model(tmp_path / 'model')
   start = '<|im_start|>user\n'
-  own = pretrained.load_tokenizer(
-    str(tmp_path / 'model'), '', start, '<|endoftext|>'
-  )
+  source = pretrained.Source(str(tmp_path / 'model'))
+  own = source.load_tokenizer('', start, '<|endoftext|>')
   ids = own.encode_special(start)
   assert own.start == ids and len(ids) < len(start) / 2
   assert own.decode([own.eos_id]) == ''
   assert own.end_ids == [own.eos_id]
-  plain = pretrained.load_tokenizer(str(tmp_path / 'model'))
+  plain = source.load_tokenizer()
   assert plain.start == [] and len(plain.end_ids) == 2
   # A text that quotes a special token is text.
   assert plain.eos_id not in plain.encode('<|im_end|>')
   assert plain.decode(plain.encode('<|im_end|> é\n')) == '<|im_end|> é\n'
   with pytest.raises(ValueError, match='no end token <eos>'):
-    pretrained.load_tokenizer(str(tmp_path / 'model'), '', '', '<eos>')
+    source.load_tokenizer('', '', '<eos>')
 
 
 def test_a_chat_is_written_as_the_template_says():
@@ -216,13 +215,13 @@ def test_licences_of_cards(text, found):
 
 def test_what_is_no_model_is_refused_in_one_line(tmp_path):
   with pytest.raises(FileNotFoundError, match='there is no model .*nowhere'):
-    pretrained.local(str(tmp_path / 'nowhere'))
+    pretrained.Source(str(tmp_path / 'nowhere'))
   (tmp_path / 'empty').mkdir()
   with pytest.raises(FileNotFoundError, match='config.json'):
-    pretrained.load(str(tmp_path / 'empty'))
+    pretrained.Source(str(tmp_path / 'empty')).load()
   (tmp_path / 'text.gguf').write_text('no GGUF at all')
   with pytest.raises(ValueError, match='text.gguf is no GGUF'):
-    pretrained.load(str(tmp_path / 'text.gguf'))
+    pretrained.Source(str(tmp_path / 'text.gguf')).load()
 
 
 @pytest.mark.slow

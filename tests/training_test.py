@@ -187,5 +187,8 @@ def test_it_stops_when_it_no_longer_gains(tmp_path, values, patience, stop):
 
 
 def test_tokens_per_second_are_told(tmp_path, capsys):
-  fit(tmp_path, Batches(), tokens=18)
-  assert ' tokens per second' in capsys.readouterr().out
+  fit(tmp_path / 'a', Batches(), tokens=18)
+  out = capsys.readouterr().out
+  assert ' tokens per second' in out and 'GFLOP' not in out
+  fit(tmp_path / 'b', Batches(), tokens=18, operations=lambda *_: 10**9)
+  assert ' GFLOP/s in matrix products' in capsys.readouterr().out

@@ -15,6 +15,7 @@ from specjax import (
   data,
   distill,
   experiment,
+  flops,
   metrics,
   optimizing,
   recipes,
@@ -48,13 +49,14 @@ def pretrain(workspace: Workspace):
     f' {unigram(workspace):.3f} bits per byte'
   )
   tx, step = recipes.optimization(c, distill.language_loss, batch=0)
+  update = jax.jit(step, donate_argnums=0)
   batches = data.Batches(windows, c['batch'], c['seed'])
   target = workspace.new_target(c['seed'])
   size = sum(leaf.size for leaf in jax.tree.leaves(target))
   print(f'target: {size:,} parameters')
   training.fit(
     optimizing.init(target, tx),
-    jax.jit(step, donate_argnums=0),
+    update,
     lambda i, model: batches[i],
     functools.partial(evaluate, workspace=workspace),
     steps=c['steps'],
@@ -69,6 +71,7 @@ def pretrain(workspace: Workspace):
     score=lambda values: -values['nats'],
     show=('bits_per_byte',),
     tokens=c['batch'] * workspace.config['corpus']['window'],
+    operations=lambda state, batch: flops.products(update, state, batch),
     dtype=c['dtype'],
   )
   final = evaluate(workspace.target(), workspace)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import distill, optimizing, recipes, runs, training
+from specjax import distill, flops, optimizing, recipes, runs, training
 from specjax.ablation.planning import Student
 from specjax.ablation.scoring import measure, pick
 from specjax.checkpoint import Checkpoints
@@ -145,6 +145,10 @@ def train(
       score=lambda values: values['block_efficiency'],
       show=('acceptance', 'block_efficiency'),
       tokens=c['batch'] * workspace.config['corpus']['window'],
+      operations=lambda state, batch: flops.products(
+        mapped(update), state, target, batch, weights
+      ),
+      dtype=c['dtype'],
     )
   except FloatingPointError as error:
     if sound.all():

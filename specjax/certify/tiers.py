@@ -194,7 +194,7 @@ def on_tables(name: str, rule: Verifier, tables: int) -> list[dict[str, Any]]:
     For each case: `siblings`, `branching`, `vocab`, `tables`, `deviation` (the
     largest error of a probability), `tokens_per_round` (mean), and of a rule
     that judges whole paths `least_gain`, over `rejection` on any table. Nothing
-    for `sampler_match`, which makes no test: its text is plain text.
+    for `sampler_match`, which makes no test: its text is plain text under it.
   """
   cases = [case for case in enumeration.cases() if case.rule == name]
   if not cases and name != 'sampler_match':
@@ -272,7 +272,7 @@ def against_the_law(
 def with_equal_seeds(
   subject: Subject, prompts: Prompts, *, each: int, max_new_tokens: int
 ) -> list[dict[str, Any]]:
-  """Greedy text, and that of `sampler_match`, against plain text.
+  """Greedy text, and that of `sampler_match`, against plain text of that rule.
 
   Args:
     subject: what to certify.
@@ -293,9 +293,14 @@ def with_equal_seeds(
   found = []
   with logs.Progress(2 * len(cases), 'equal seeds', unit='batches') as bar:
     for kind, (case, keys) in cases.items():
+      # `sampler_match` draws by itself, and so has plain text of its own.
+      rule = verify.rejection if kind == 'greedy' else case.verifier
+      plain = case._replace(
+        drafter=NoDrafter(), verifier=rule, controller=FIXED
+      )
       other, plain = (
-        case.sample(arm, prompts, 0, done=bar.advance, **size)[0]
-        for arm in ARMS
+        one.sample(SPECULATIVE, prompts, 0, done=bar.advance, **size)[0]
+        for one in (case, plain)
       )
       mismatches = bits.first_mismatches(
         case.target, plain, other, warp=case.warp, keys=keys

@@ -10,6 +10,7 @@ A negative vocab_size says that the classifier is not the embedding. See
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -158,6 +159,9 @@ def load_tokenizer(
 ) -> Pretrained:
   """Reads a tokenizer: its longest piece, then score, length, bytes of each.
 
+  In its files a space is a space; here U+2581 stands for it, as in other files
+  of the kind, so that a text's own U+2581 becomes one.
+
   Args:
     path: of the tokenizer.
     model: of the checkpoint that it should belong to.
@@ -200,6 +204,9 @@ def _tokenizer(pieces: Sequence[bytes], scores: Sequence[float]) -> Pretrained:
   """A tokenizer from the bytes and the score of each id."""
   own = [piece.decode().replace(' ', '\u2581') for piece in pieces]
   tokens = [*_CONTROL, *own[len(_CONTROL) :]]
+  (token, times), *_ = collections.Counter(tokens).most_common(1)
+  if times > 1:
+    raise ValueError(f'the piece {token!r} stands there {times} times')
   single = [f'<0x{byte:02X}>' for byte in range(256)]
   absent = set(single) - set(tokens)
   if absent:
