@@ -135,8 +135,12 @@ def distil(
     target=target,
     workspace=workspace,
   )
+  # Bound to the device of a target that was read, as it is after a step: else
+  # the step is traced and compiled twice.
+  place = jax.tree.leaves(target)[0].sharding
+  state = optimizing.init(workspace.new_drafter(c['seed']), tx)
   training.fit(
-    optimizing.init(workspace.new_drafter(c['seed']), tx),
+    jax.device_put(state, place),
     lambda state, batch: update(state, target, batch, weights),
     batches(workspace, target, name),
     evaluate,
