@@ -47,7 +47,6 @@ def measure(workspace, texts, ways, about):
   """
   config = workspace.config
   decode, c = config['decode'], config['speedup']
-  require(workspace, ways)
   tokens = {
     task: [prompts.encode(text, workspace.tokenizer) for text in some]
     for task, some in texts.items()

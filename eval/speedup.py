@@ -59,6 +59,7 @@ from specjax import (
   verify,
   warps,
 )
+from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
 
 DRAFT = flags.DEFINE_string(
@@ -98,10 +99,10 @@ def main(config, folder):
     about = {'file': PROMPTS.value, 'count': COUNT.value}
     output, rows = folder / by_task.OUTPUT, by_task.ROWS
   before = baseline.read(CHECK.value, output, rows) if CHECK.value else None
-  if TARGET.value:
+  by_task.require(Workspace(folder, config), ways)
+  if TARGET.value and Checkpoints(folder / 'target').latest() is None:
     Workspace.create(folder, config).adopt_target()
   workspace = Workspace.look_at(folder, config)
-  by_task.require(workspace, ways)
   if PROFILE.value:
     round_parts.measure(workspace, ways, TOP_P.value or 1.0)
     return 0

@@ -7,8 +7,11 @@ import fcntl
 import hashlib
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import BinaryIO
+
+LOCK = '.lock'  # in a folder that one process writes to
 
 
 @contextlib.contextmanager
@@ -45,6 +48,39 @@ def atomic(path: str | os.PathLike) -> Iterator[BinaryIO]:
       partial.unlink()
 
 
+@contextlib.contextmanager
+def whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A folder to write into, which then takes another's name and place.
+
+  What stood there is replaced. A process that dies half way leaves it as it
+  was, or, between two renames, beside the new one under a hidden name; the next
+  one clears up.
+
+  Args:
+    folder: where it is to be.
+
+  Yields:
+    The folder to write into.
+
+  Raises:
+    RuntimeError: another process writes it.
+  """
+  partial, old = (
+    folder.with_name(f'.{folder.name}.{kind}') for kind in ('partial', 'old')
+  )
+  with alone(partial):
+    for file in partial.iterdir():
+      if file.name != LOCK:
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    yield partial
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+      folder.rename(old)
+    partial.rename(folder)
+    (folder / LOCK).unlink()
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def sha256(path: str | os.PathLike) -> str:
   """SHA-256 of a file, in hexadecimal.
 
@@ -70,12 +106,12 @@ def alone(folder: pathlib.Path) -> Iterator[None]:
     RuntimeError: another process holds it.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  with open(folder / '.lock', 'w') as file:
+  with open(folder / LOCK, 'w') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise RuntimeError(
-        f'another process is training in {folder}: wait for it, or name another'
-        ' folder with --workdir'
+        f'another process is writing to {folder}: wait for it, or name another'
+        ' folder'
       ) from error
     yield

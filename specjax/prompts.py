@@ -13,8 +13,8 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from specjax.tokenizers import Tokenizer
 
@@ -29,6 +29,7 @@ _MT_BENCH = (
   'stem',
   'humanities',
 )
+_OF_MT_BENCH = range(81, 161)  # its ids there, and in MT-Bench itself
 _KEYS = 'turns', 'question', 'prompt', 'text'  # by which a layout is known
 
 
@@ -96,17 +97,25 @@ def _parse(line: str, where: str, path: pathlib.Path) -> Prompt:
     one = json.loads(line)
   except ValueError as error:
     raise ValueError(f'{where} is not JSON: {error}') from error
-  key = next((k for k in _KEYS if isinstance(one, dict) and k in one), None)
-  text = one[key] if key else None
-  if key == 'turns' and isinstance(text, list) and text:
-    text = text[0]
-  if not isinstance(text, str) or not text:
+  key, text = next(_texts(one), (None, None))
+  if text is None:
     keys = ', '.join(one) if isinstance(one, dict) else 'no object'
     raise ValueError(
       f'{where} is no prompt: it has {keys}, and needs a text as'
       f' {" or ".join(_KEYS)}'
     )
   stem = path.name.removesuffix('.gz').removesuffix('.jsonl')
-  if key == 'turns' and one.get('category') in _MT_BENCH:
+  of_it = one.get('question_id') in _OF_MT_BENCH
+  if key == 'turns' and of_it and one.get('category') in _MT_BENCH:
     return Prompt('mt_bench', text)
   return Prompt(str(one.get('category') or one.get('task') or stem), text)
+
+
+def _texts(one: Any) -> Iterator[tuple[str, str]]:
+  """The keys of a line that have a text, and it; of turns the first."""
+  for key in _KEYS:
+    text = one.get(key) if isinstance(one, dict) else None
+    if key == 'turns' and isinstance(text, list) and text:
+      text = text[0]
+    if isinstance(text, str) and text:
+      yield key, text

@@ -116,6 +116,11 @@ def check(config: Mapping[str, Any]) -> None:
   for section in ('pretrain', 'distill'):
     if config.get(section):
       _check_training(section, config[section])
+  dtype = config.get('target', {}).get('dtype', 'float32')
+  if dtype not in ('float32', 'bfloat16'):
+    raise ValueError(
+      f"target.dtype is {dtype!r}: it must be 'float32' or 'bfloat16'"
+    )
   if 'target' in config and not config['target']['path']:
     if 'width' not in config['target']:
       raise ValueError('target.path is empty, and target has no sizes either')

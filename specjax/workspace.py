@@ -30,6 +30,7 @@ from specjax import (
   data,
   draft_length,
   drafters,
+  files,
   pricing,
   runs,
   settings,
@@ -87,12 +88,19 @@ class Workspace:
     elif (folder / 'corpus.json').exists():
       frozen = ('corpus',)
     config = {**config, 'workdir': str(folder)}
+    source = None
+    if config['target']['path'] and frozen != TARGET:
+      source = pretrained.Source(config['target']['path'])
+      cls(folder, config)._require_adoptable(source)
     if config['target']['path']:
       # Another file under the same name is another target.
       hashed = _hash_of_target(folder, config['target']['path'])
       config['target'] = {**config['target'], 'sha256': hashed}
     runs.open_run(folder, config, frozen, set(config) - set(frozen))
-    return cls(folder, runs.read_json(folder / 'config.json'))
+    run = cls(folder, runs.read_json(folder / 'config.json'))
+    if source:
+      run.__dict__['_source'] = source  # it need not be looked for again
+    return run
 
   @classmethod
   def look_at(
@@ -213,28 +221,56 @@ class Workspace:
     folder, wanted = self.folder / 'target', self.config['target']
     if checkpoint.Checkpoints(folder).latest() is not None:
       return
-    # Once, for a name on the hub may stand for something else a moment later.
-    source = pretrained.Source(wanted['path'])
-    if source.hash != wanted['sha256']:
-      raise ValueError(
-        f'{wanted["path"]} has changed since it was looked at: try again'
-      )
+    with files.alone(folder):
+      if checkpoint.Checkpoints(folder).latest() is not None:
+        return  # another process was first
+      source = self._source
+      if source.hash != wanted['sha256']:
+        raise ValueError(
+          f'{wanted["path"]} has changed since it was looked at: try again'
+        )
+      tokenizer = self._require_adoptable(source)
+      target = source.load(wanted['dtype'], tokenizer.vocab_size)
+      record = {
+        'tokenizer': tokenizer.hash,
+        'vocab_size': source.read_config().vocab_size,
+        'licence': source.licence(),
+      }
+      # One that lies there is of a model that could not be loaded.
+      tokenizer.save(self.folder / 'tokenizer.json')
+      self.__dict__.pop('tokenizer', None)
+      checkpoint.save_model(folder, target, record)
+
+  @functools.cached_property
+  def _source(self) -> pretrained.Source:
+    """Of the target; a name on the hub may stand for something else later."""
+    return pretrained.Source(self.config['target']['path'])
+
+  def _require_adoptable(
+    self, source: pretrained.Source
+  ) -> tokenizers.Tokenizer:
+    """Refuses what can be seen to be wrong without the weights.
+
+    Returns:
+      The tokenizer of the target.
+
+    Raises:
+      FileNotFoundError: a model or its tokenizer is not there.
+      ValueError: it is not what it should be, or nothing begins its texts, or
+        the draft cannot begin as `config.draft` says.
+    """
+    wanted, draft = self.config['target'], self.config.get('draft', {})
+    sizes = source.read_config()
     tokenizer = source.load_tokenizer(
       wanted['tokenizer_path'],
       wanted['document_start'],
       wanted['document_end'],
     )
     self._require_start(tokenizer)
-    target = source.load(wanted['dtype'], tokenizer.vocab_size)
-    record = {
-      'tokenizer': tokenizer.hash,
-      'vocab_size': source.read_config().vocab_size,
-      'licence': source.licence(),
-    }
-    # One that lies there is of a model that could not be loaded.
-    tokenizer.save(self.folder / 'tokenizer.json')
-    self.__dict__.pop('tokenizer', None)
-    checkpoint.save_model(folder, target, record)
+    if draft.get('path'):
+      _require_own(draft['path'], tokenizer)
+    _require_layers(draft.get('target_layers') or (), sizes)
+    return tokenizer
 
   def _require_start(self, tokenizer: tokenizers.Tokenizer) -> None:
     """Refuses prompts other than what begins a text, where there is no text."""
@@ -288,11 +324,7 @@ class Workspace:
     config = {**self.config['draft'], 'k': self.config['decode']['k']}
     if config.get('target_layers'):
       like = self.target_sizes
-      if max(config['target_layers']) >= like.layers:
-        raise ValueError(
-          f'draft.target_layers is {config["target_layers"]}: the target has'
-          f' {like.layers} layers, from 0'
-        )
+      _require_layers(config['target_layers'], like)
       like = dataclasses.replace(like, layers=len(config['target_layers']))
       config['model'] = _sizes_of(like, config['model'])
     elif config.get('path'):
@@ -472,13 +504,8 @@ class Workspace:
 
   def _pretrained_draft(self) -> Transformer:
     """The model at `draft.path`, whose ids must mean what the target's do."""
-    path, mine = self.config['draft']['path'], self.tokenizer
-    source = pretrained.Source(path)
-    try:
-      tokenizers.require_same(source.load_tokenizer(), mine)
-    except ValueError as error:
-      raise ValueError(f'draft.path is {path}: {error}') from error
-    return source.load(vocab_size=mine.vocab_size)
+    source = _require_own(self.config['draft']['path'], self.tokenizer)
+    return source.load(vocab_size=self.tokenizer.vocab_size)
 
   def _require_target(self) -> str:
     """Refuses that there is none; returns the command that trains it."""
@@ -509,6 +536,27 @@ def _hash_of_target(folder: Path, path: str) -> str:
     if target.get('path') == path:
       return target['sha256']
   return pretrained.Source(path).hash
+
+
+def _require_own(
+  path: str, tokenizer: tokenizers.Tokenizer
+) -> pretrained.Source:
+  """The model at `draft.path`, if its ids mean what the target's do."""
+  source = pretrained.Source(path)
+  try:
+    tokenizers.require_same(source.load_tokenizer(), tokenizer)
+  except ValueError as error:
+    raise ValueError(f'draft.path is {path}: {error}') from error
+  return source
+
+
+def _require_layers(wanted: Sequence[int], sizes: TransformerConfig) -> None:
+  """Refuses layers that a target does not have."""
+  if wanted and max(wanted) >= sizes.layers:
+    raise ValueError(
+      f'draft.target_layers is {wanted}: the target has {sizes.layers} layers,'
+      ' from 0'
+    )
 
 
 def _half_trained(folder: Path) -> str | None:

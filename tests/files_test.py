@@ -39,3 +39,24 @@ def test_a_disk_without_room_is_one_clear_line(tmp_path):
   with pytest.raises(OSError, match='file/below could not be written'):
     with files.atomic(path / 'below'):
       pass
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+  folder = tmp_path / 'new' / 'folder'
+  with files.whole(folder) as partial:
+    (partial / 'a').write_text('first')
+    assert not folder.exists()
+  assert [file.name for file in folder.iterdir()] == ['a']
+  with pytest.raises(KeyboardInterrupt), files.whole(folder) as partial:
+    (partial / 'a').write_text('half')
+    (partial / 'below').mkdir()
+    raise KeyboardInterrupt
+  assert (folder / 'a').read_text() == 'first'
+  # What was left half done is no part of the next.
+  with files.whole(folder) as partial:
+    (partial / 'b').write_text('second')
+    with pytest.raises(RuntimeError, match='another process is writing'):
+      with files.whole(folder):
+        pass
+  assert [file.name for file in folder.iterdir()] == ['b']
+  assert list(folder.parent.iterdir()) == [folder]

@@ -88,7 +88,11 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
   vocab[first], vocab[second] = vocab[second], vocab[first]
   file.write_text(json.dumps(spelt))
   path = str(tmp_path / 'other')
-  run = adopted(tmp_path / 'run', page(tmp_path / 'model', path=path))
+  with pytest.raises(ValueError, match='draft.path is .*: id 4[01] is '):
+    Workspace.create(tmp_path / 'run', page(tmp_path / 'model', path=path))
+  # And where the target was there before.
+  adopted(tmp_path / 'run', page(tmp_path / 'model'))
+  run = Workspace.create(tmp_path / 'run', page(tmp_path / 'model', path=path))
   with pytest.raises(ValueError, match='draft.path is .*: id 4[01] is '):
     run.new_drafter(0)
 
@@ -224,6 +228,47 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     pretrained.Source(str(tmp_path / 'text.gguf')).load()
 
 
+@pytest.mark.parametrize(
+  ('name', 'start', 'said'),
+  [
+    ('model.safetensors', b'', 'is the weights alone: name the folder, '),
+    ('pytorch_model.bin', b'PK\x03\x04', 'is pickled'),
+    ('old.bin', b'\x80\x02', 'is pickled'),
+    ('blob', b'GGUF\x03', 'is a GGUF: give it a name that ends in .gguf'),
+    ('x.gguf', b'version https://git-lfs.github.com/spec/v1', 'git lfs pull'),
+  ],
+)
+def test_files_are_not_taken_for_others(name, start, said, tmp_path):
+  (tmp_path / name).write_bytes(start + bytes(100))
+  with pytest.raises(ValueError, match=said):
+    pretrained.Source(str(tmp_path / name))
+
+
+def test_what_can_be_seen_to_be_wrong_is_refused_before_there_is_a_run(
+  tmp_path,
+):
+  folder, model = tmp_path / 'run', tmp_path / 'model'
+  hf_files.model(model)
+  kept = json.loads((model / 'config.json').read_text())
+  other = kept | {'architectures': ['GPT2LMHeadModel']}
+  (model / 'config.json').write_text(json.dumps(other))
+  with pytest.raises(ValueError, match='architecture GPT2LMHeadModel'):
+    Workspace.create(folder, page(model))
+  (model / 'config.json').write_text(json.dumps(kept))
+  hf_files.model(tmp_path / 'other', seed=1)
+  for wrong, said in (
+    ({'target_layers': (0, 7)}, 'target_layers is .*: the target has 2 layers'),
+    ({'path': str(tmp_path / 'nowhere')}, 'there is no model .*nowhere'),
+  ):
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+      Workspace.create(folder, page(model, **wrong))
+  config = page(model)
+  config['target']['dtype'] = 'float16'
+  with pytest.raises(ValueError, match="target.dtype is 'float16'"):
+    Workspace.create(folder, config)
+  assert not folder.exists()
+
+
 @pytest.mark.slow
 def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
   hf_files.model(tmp_path / 'model', padding=5)
@@ -262,7 +307,11 @@ def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
 
   prompts = tmp_path / 'question.jsonl'
   lines = [
-    {'category': task, 'turns': [f'Say {i} to {task}', 'again']}
+    {
+      'question_id': 81 + i,
+      'category': task,
+      'turns': [f'Say {i} to {task}', 'again'],
+    }
     for task in ('writing', 'stem', 'qa')
     for i in range(3)
   ]

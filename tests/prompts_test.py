@@ -67,6 +67,21 @@ def test_files_that_cannot_be_read(tmp_path):
       prompts.load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+  ('line', 'wanted'),
+  [
+    # GSM8K as the authors of EAGLE have it, under a category of MT-Bench.
+    ({'question_id': 7, 'category': 'math', 'turns': ['1 + 1']}, 'math'),
+    ({'question_id': 107, 'category': 'math', 'turns': ['1']}, 'mt_bench'),
+    ({'turns': None, 'question': 'why', 'prompt': None}, 'file'),
+  ],
+)
+def test_a_task_is_not_taken_for_another(line, wanted, tmp_path):
+  (tmp_path / 'file.jsonl').write_text(json.dumps(line))
+  (found,) = prompts.load(tmp_path / 'file.jsonl')
+  assert found.task == wanted
+
+
 def test_some_of_each_task_evenly():
   every = [prompts.Prompt('a', f'{i}') for i in range(80)]
   every += [prompts.Prompt('b', 'x')]

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from specjax import checkpoint, experiment, logs
+from specjax import checkpoint, experiment, files, logs
 from specjax.models import card, huggingface
 from specjax.workspace import UNTRAINED, Workspace
 
@@ -46,20 +46,21 @@ def main(config, folder):
   adopted = checkpoint.Checkpoints(folder / 'target')
   record = adopted.meta(adopted.best())
   padded = record.get('vocab_size')
-  huggingface.save(model, path, workspace.tokenizer, padded)
-  if name != 'target':
-    made = made_with(folder / name)
-    card.write(
-      path,
-      name=name,
-      target=config['target']['path'] or f'the target of {folder.name}',
-      target_licence=record.get('licence', card.UNKNOWN),
-      kind=huggingface.describe(model.config)['architectures'][0],
-      parameters=sum(leaf.size for leaf in jax.tree.leaves(model)),
-      figures=figures(workspace, name),
-      temperature=made['decode']['temperature'],
-      config=made,
-    )
+  with files.whole(path) as partial:
+    huggingface.save(model, partial, workspace.tokenizer, padded)
+    if name != 'target':
+      made = made_with(folder / name)
+      card.write(
+        partial,
+        name=name,
+        target=config['target']['path'] or f'the target of {folder.name}',
+        target_licence=record.get('licence', card.UNKNOWN),
+        kind=huggingface.describe(model.config)['architectures'][0],
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(model)),
+        figures=figures(workspace, name),
+        temperature=made['decode']['temperature'],
+        config=made,
+      )
   print(f'{name}: written to {path}')
 
 

@@ -61,6 +61,8 @@ def write(
     else 'It was distilled from that model. What licence that has is not on'
     ' record: look it up before you pass this on.'
   )
+  repository, _, revision = target.partition('@')
+  arguments = f"'{repository}'" + f", revision='{revision}'" * bool(revision)
   lines = [
     *head,
     f'# {name}: a draft for {target}',
@@ -71,8 +73,8 @@ def write(
     '```python',
     'from transformers import AutoModelForCausalLM',
     '',
-    f"target = AutoModelForCausalLM.from_pretrained('{target}')",
-    f"draft = AutoModelForCausalLM.from_pretrained('{folder.name}')",
+    f'target = AutoModelForCausalLM.from_pretrained({arguments})',
+    f"draft = AutoModelForCausalLM.from_pretrained('{name}')",
     'target.generate(ids, assistant_model=draft)',
     '```',
     '',

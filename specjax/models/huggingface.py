@@ -47,7 +47,8 @@ _READ_BESIDE = (
   'chat_template.jinja',
   'generation_config.json',
 )
-_FETCHED = ('*.json', '*.safetensors', '*.jinja', 'README.md')
+_DESCRIBED = '*.json', '*.jinja', 'README.md'  # of a model, but its weights
+_WEIGHTS = ('*.safetensors',)
 _SLIDING = 'sliding_attention'  # what a layer with a window is called
 _FILES = '.gguf', '.bin', '.safetensors'
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+(@[\w./-]+)?')
@@ -59,11 +60,12 @@ def is_hub_name(path: str) -> bool:
   return not (file or Path(path).exists()) and bool(_HUB_NAME.fullmatch(path))
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, weights: bool = True) -> Path:
   """Downloads a model from the hub, unless it was before.
 
   Args:
     name: 'owner/model', or 'owner/model@revision'.
+    weights: whether they come too, and not only what describes the model.
 
   Returns:
     The folder, in the hub's own cache.
@@ -79,7 +81,7 @@ def fetch(name: str) -> Path:
       hub.snapshot_download(
         repository,
         revision=revision or None,
-        allow_patterns=_FETCHED,
+        allow_patterns=[*_DESCRIBED, *(_WEIGHTS if weights else ())],
         ignore_patterns=('*/*', 'consolidated*'),  # the same weights again
       )
     )
@@ -198,6 +200,9 @@ def weight_files(path: str | os.PathLike) -> list[Path]:
   missing = [name for name in names if not (path / name).is_file()]
   if missing:
     pickled = ' (pickled weights are not read)' if _pickled(path) else ''
+    ggufs = sorted(file.name for file in path.glob('*.gguf'))
+    if ggufs:
+      pickled += f', or name one file there: {", ".join(ggufs)}'
     raise FileNotFoundError(
       f'{path} has no {", ".join(missing)}: weights must be safetensors'
       + pickled

@@ -28,14 +28,19 @@ class Source:
 
     Raises:
       FileNotFoundError: it is neither there nor on the hub.
+      ValueError: it is a file of no kind that is read.
     """
     self.path = path
     if huggingface.is_hub_name(path):
+      # Refused before its weights come, if it is of no kind that is known.
+      huggingface.read_config(huggingface.fetch(path, weights=False))
       self.place = huggingface.fetch(path)
     else:
-      self.place = Path(path)
+      self.place = Path(path).expanduser()
     if not self.place.exists():
       raise FileNotFoundError(f'there is no model {path}')
+    if self.place.is_file():
+      _require_kind(self.place)
 
   @property
   def hash(self) -> str:
@@ -121,3 +126,20 @@ class Source:
   @functools.cached_property
   def _gguf(self) -> gguf.File:
     return gguf.File(self.place)  # whose index alone takes seconds
+
+
+def _require_kind(file: Path) -> None:
+  """Refuses files that would be taken for something else."""
+  with open(file, 'rb') as opened:
+    start = opened.read(64)
+  why = None
+  if file.suffix == '.safetensors':
+    why = f'is the weights alone: name the folder, {file.parent}'
+  elif start.startswith(b'version https://git-lfs'):
+    why = 'stands for a file that was not fetched: run `git lfs pull` there'
+  elif start.startswith(b'GGUF') and file.suffix != '.gguf':
+    why = 'is a GGUF: give it a name that ends in .gguf'
+  elif start.startswith((b'PK', b'\x80')):
+    why = 'is pickled, which is not read: take safetensors or GGUF'
+  if why:
+    raise ValueError(f'{file} {why}')
