@@ -94,7 +94,8 @@ class Workspace:
       cls(folder, config)._require_adoptable(source)
     if config['target']['path']:
       # Another file under the same name is another target.
-      hashed = _hash_of_target(folder, config['target']['path'])
+      path = config['target']['path']
+      hashed = source.hash if source else _hash_of_target(folder, path)
       config['target'] = {**config['target'], 'sha256': hashed}
     runs.open_run(folder, config, frozen, set(config) - set(frozen))
     run = cls(folder, runs.read_json(folder / 'config.json'))
