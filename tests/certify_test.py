@@ -214,7 +214,8 @@ def test_a_planted_fault_fails(parts):
 def test_accept_noise_keyed_by_position_fails_under_block_verification():
   def block(by_position):
     drafter = ModelDrafter(Markov(DRAFT), 3)
-    return evidence(drafter=drafter, rule=Block(by_position))
+    rule = Block(by_position)
+    return evidence(drafter=drafter, rule=rule, batches=3 * BATCHES)
 
   assert not rejected(block(False))
   assert rejected(block(True))
