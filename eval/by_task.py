@@ -23,16 +23,6 @@ def read(path, count):
   return prompts.by_task(prompts.load(path), count)
 
 
-def require(workspace, ways):
-  """Refuses ways whose drafts a run does not have."""
-  missing = workspace.missing([name for way in ways for name in way.folders])
-  if missing:
-    raise FileNotFoundError(
-      f'{workspace.folder} has no draft {", ".join(missing)}: train it, or'
-      ' leave it out of --arms'
-    )
-
-
 def measure(workspace, texts, ways, about):
   """Measures, writes, prints.
 

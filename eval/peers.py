@@ -4,26 +4,39 @@
     python eval/peers.py
     python eval/peers.py --prompts=question.jsonl --count=2 --tokens=64
     python eval/peers.py --arms=ngram@4,early_exit:1@3,model:draft@4
+    python eval/peers.py --contexts=256,1024 --batches=1,4 --top_p=.95 \\
+        --dtypes=float32,bfloat16
 
 Without arguments it takes the newest run, and prompts from its text; of files
 `specjax.prompts` says how they may look.
 
-Every one decodes the same prompts with the same weights, in float32 on the same
-CPUs, one prompt at a time and in turns, plainly and in each way to draft that
-it has, with drafts of one length. In all of them `ngram` is prompt lookup (here
-it takes the latest match, there the first); in transformers `model:DRAFT` is
-`assistant_model` and `early_exit:N` is `assistant_early_exit`. The prompt's own
-pass is in all times, and nothing ends a text early. At T = 0 all should write
-one text, up to near-ties; at T = 1 each draws its own. The temperatures are
-those of `config.speedup`.
+Every one decodes the same prompts with the same weights on the same CPUs, in
+turns, plainly and in each way to draft that it has, with drafts of one length.
+In all of them `ngram` is prompt lookup (here it takes the latest match, there
+the first); in transformers `model:DRAFT` is `assistant_model` and
+`early_exit:N` is `assistant_early_exit`. Nothing ends a text early. At T = 0
+all should write one text, up to near-ties; at T = 1 each draws its own. The
+temperatures are those of `config.speedup`.
+
+The first token is timed alone too, with the prompt's pass before it; rates and
+ratios are of the tokens behind it. `begin` is what an arm's first calls took,
+compiling included; the peak memory is that of a process that decodes plainly
+and does nothing else.
 
 Writes `peers.json` and `peers.png` into the run, and into its folder `peers/`
 the weights as the others read them. Who is not installed is left out.
 """
 
+import dataclasses
 import functools
 import importlib.util
+import itertools
+import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +56,7 @@ from specjax import (
   logs,
   plots,
   pricing,
+  products,
   runs,
   sweep,
   timing,
@@ -64,9 +78,25 @@ PROMPTS = flags.DEFINE_string(
   'prompts', None, "file of prompts (default: from the run's text)"
 )
 COUNT = flags.DEFINE_integer('count', 8, 'prompts, of each task in a file')
+CONTEXTS = flags.DEFINE_list(
+  'contexts',
+  [],
+  'tokens of a text with its new ones: prompts are then cut from all of the'
+  ' text, --count in all (default: prompts as they are)',
+)
+BATCHES = flags.DEFINE_list(
+  'batches', ['1'], 'prompts that are decoded at once'
+)
+DTYPES = flags.DEFINE_list(
+  'dtypes', [], "of weights and caches (default: the target's)"
+)
+TOP_P = flags.DEFINE_float('top_p', 1.0, 'probability kept, above T = 0')
 REPEATS = flags.DEFINE_integer('repeats', 3, 'timings of each, in turns')
 THREADS = flags.DEFINE_integer(
   'threads', None, 'and CPUs, of everyone (default: all)'
+)
+ALONE = flags.DEFINE_string(
+  'alone', None, 'only decode plainly with this one, for its peak memory'
 )
 
 OURS, PLAIN = 'specjax', 'plain'
@@ -76,6 +106,7 @@ NEEDS = {
   'transformers': ('torch', 'transformers', 'safetensors'),
   'llama.cpp': ('llama_cpp', 'gguf'),
 }
+LONGER = 16  # new tokens, at least, of which the first is timed alone
 
 
 class Arm(NamedTuple):
@@ -85,15 +116,42 @@ class Arm(NamedTuple):
   way: str
 
 
+class Condition(NamedTuple):
+  """Under which all arms decode; `context` 0 is prompts as they are."""
+
+  dtype: str
+  context: int
+  batch: int
+  temperature: float
+  top_p: float
+
+  @property
+  def label(self):
+    """For people."""
+    parts = [f'T = {self.temperature:g}']
+    if self.top_p < 1:
+      parts.append(f'top-p {self.top_p:g}')
+    parts += [f'batch {self.batch}', self.dtype]
+    if self.context:
+      parts.append(f'context {self.context:,}')
+    return ', '.join(parts)
+
+  @property
+  def warp(self):
+    """Of target and drafts."""
+    kept = [warps.TopP(self.top_p)] if self.top_p < 1 else []
+    return warps.compose(warps.temperature(self.temperature), *kept)
+
+
 class Text(NamedTuple):
-  """What one arm wrote behind one prompt.
+  """What one arm wrote behind a batch of prompts.
 
   Attributes:
-    tokens: the new ones.
+    tokens: the new ones, of each.
     passes: of the target that gave them.
   """
 
-  tokens: list[int]
+  tokens: list[list[int]]
   passes: int
 
 
@@ -102,38 +160,45 @@ def main(config, folder):
   config = config.to_dict()
   if TOKENS.value is not None:
     config['decode']['max_new_tokens'] = TOKENS.value
-  sizes = {
-    '--count': COUNT.value,
-    '--repeats': REPEATS.value,
-    '--tokens': config['decode']['max_new_tokens'],
-  }
-  if min(sizes.values()) < 1:
-    said = ', '.join(f'{name} is {value}' for name, value in sizes.items())
-    raise ValueError(f'{said}: at least 1')
-  if config['target']['dtype'] != 'float32':
-    raise ValueError(
-      f'target.dtype is {config["target"]["dtype"]!r}, and what is compared'
-      ' here is float32'
-    )
+  dtypes = DTYPES.value or [config['target']['dtype']]
+  contexts, batches = check_sizes(config['decode']['max_new_tokens'], dtypes)
   threads = take_threads(THREADS.value)
   workspace = Workspace.look_at(folder, config)
+  new = config['decode']['max_new_tokens']
   ways = [contest.parse(text, config['decode']['k']) for text in ARMS.value]
-  prompts = read_prompts(workspace, PROMPTS.value, COUNT.value)
-  peers, left_out = find(workspace, ways, prompts, threads)
-  drafts = {}
-  if 'transformers' in peers:
-    drafts = {way: export(workspace, way) for way in ways}
-  rows = []
-  for t in config['speedup']['temperatures']:
-    arms = enter(workspace, [None, *ways], peers, drafts, t)
-    rows += measure(workspace, arms, prompts, t)
+  contest.require(workspace, ways)
+  prompts = {size: read_prompts(workspace, size) for size in contexts}
+  if ALONE.value:
+    print(json.dumps(alone(workspace, dtypes[0], prompts, threads)))
+    return
+  lengths = [len(prompt) + new for own in prompts.values() for prompt in own]
+  generation.require_positions(workspace.target(), lengths)
+  size = max(lengths)
+  size += max((way.k or 0 for way in ways), default=0) + 1
+  rows, left_out = [], {}
+  for dtype in dtypes:
+    target, drafters = cast(workspace, ways, dtype)
+    peers, out = find(folder, target, workspace.tokenizer, threads, size)
+    left_out |= out
+    memory = {name: peak_memory(name, folder, dtype) for name in (OURS, *peers)}
+    drafts = {}
+    if 'transformers' in peers:
+      drafts = export(folder, drafters, workspace.tokenizer)
+    for context, batch, t in itertools.product(
+      contexts, batches, config['speedup']['temperatures']
+    ):
+      top_p = TOP_P.value if t else 1.0
+      condition = Condition(dtype, context, batch, t, top_p)
+      arms = enter(target, ways, drafters[t], peers, drafts, condition)
+      own = prompts[context]
+      groups = [own[i : i + batch] for i in range(0, len(own), batch)]
+      for row in measure(target, arms, groups, new, condition):
+        rows.append({**row, 'peak_bytes': memory[row['peer']]})
   report = {
     'device': runs.device(),
     'threads': threads,
     'versions': runs.versions() | versions(peers),
     'file': PROMPTS.value,
-    'prompts': len(prompts),
-    'prompt_tokens': float(np.mean([*map(len, prompts)])),
     'tokens': config['decode']['max_new_tokens'],
     'repeats': REPEATS.value,
     'left_out': left_out,
@@ -147,22 +212,79 @@ def main(config, folder):
   print('numbers:', folder / 'peers.json')
 
 
-def read_prompts(workspace, path, count):
-  """Token ids of what is decoded behind."""
-  if not path:
+def check_sizes(new, dtypes):
+  """Contexts and batches, refused before anything is done."""
+  try:
+    contexts = [int(text) for text in CONTEXTS.value] or [0]
+    batches = [int(text) for text in BATCHES.value]
+  except ValueError as error:
+    raise ValueError(
+      f'--contexts and --batches are numbers: {error}'
+    ) from error
+  counts = {'--count': COUNT.value, '--repeats': REPEATS.value}
+  counts |= {'--batches': min(batches)}
+  for name, value in counts.items():
+    if value < 1:
+      raise ValueError(f'{name} is {value}: at least 1')
+  if new < LONGER:
+    raise ValueError(
+      f'--tokens is {new}: at least {LONGER}, since the first is timed alone'
+    )
+  if not 0 < TOP_P.value <= 1:
+    raise ValueError(f'--top_p is {TOP_P.value}: above 0, and 1 at most')
+  for dtype in dtypes:
+    if dtype not in products.DTYPES:
+      raise ValueError(
+        f'--dtypes has {dtype!r}: use {" or ".join(products.DTYPES)}'
+      )
+  for batch in batches:
+    if batch > 1 and contexts == [0]:
+      raise ValueError(
+        f'--batches has {batch}, and prompts as they are differ in length: give'
+        ' --contexts'
+      )
+    if COUNT.value % batch:
+      raise ValueError(
+        f'--count is {COUNT.value}, which is no multiple of a batch of {batch}'
+      )
+  for context in contexts:
+    if CONTEXTS.value and context <= new:
+      raise ValueError(
+        f'--contexts has {context}, and {new} of it are new tokens: give more,'
+        ' or fewer --tokens'
+      )
+  return contexts, batches
+
+
+def read_prompts(workspace, context):
+  """Token ids of what is decoded behind, all of them as long if in contexts."""
+  decoding, count = workspace.config['decode'], COUNT.value
+  length = decoding['prompt_length']
+  if context:
+    length = context - decoding['max_new_tokens']
+  if not PROMPTS.value:
     if workspace.corpus.name == corpora.NONE:
       raise ValueError(
         f'{workspace.folder} has no text to take prompts from: name a file with'
         ' --prompts'
       )
-    length = workspace.config['decode']['prompt_length']
     return workspace.prompts('test', count, length)
-  tasks = prompt_files.by_task(prompt_files.load(path), count)
-  return [
+  found = prompt_files.load(PROMPTS.value)
+  tasks = prompt_files.by_task(found, len(found) if context else count)
+  prompts = [
     prompt_files.encode(text, workspace.tokenizer)
     for texts in tasks.values()
     for text in texts
   ]
+  if not context:
+    return prompts
+  text = [*itertools.chain(*prompts)]
+  if len(text) < count * length:
+    raise ValueError(
+      f'{PROMPTS.value} has {len(text)} tokens, too few for {count} prompts of'
+      f' {length}'
+    )
+  return [text[i * length : (i + 1) * length] for i in range(count)]
 
 
 def take_threads(wanted):
@@ -190,54 +312,109 @@ def take_threads(wanted):
   return wanted
 
 
-def find(workspace, ways, prompts, threads):
-  """Loads those who are installed.
+def cast(workspace, ways, dtype):
+  """The target, and what drafts by temperature and way, with such weights."""
+  drafters: dict[float, dict[contest.Way, Any]] = {}
+  for t in workspace.config['speedup']['temperatures']:
+    drafters[t] = {way: way.drafter(workspace, t) for way in ways}
+    for way, drafter in drafters[t].items():
+      if way.kind == 'model':
+        model = drafter.model.cast(dtype)
+        drafters[t][way] = dataclasses.replace(drafter, model=model)
+  return workspace.target().cast(dtype), drafters
+
+
+def find(folder, target, tokenizer, threads, size):
+  """Exports the target to those who are installed, and opens it there.
 
   Returns:
     Decoders by name, and by the names of the others why they are left out.
   """
-  longest = max(len(prompt) for prompt in prompts)
-  size = longest + workspace.config['decode']['max_new_tokens']
-  size += max((way.k or 0 for way in ways), default=0) + 1
   peers, left_out = {}, {}
   for name, packages in NEEDS.items():
     missing = [p for p in packages if not importlib.util.find_spec(p)]
     if missing:
       left_out[name] = f'{", ".join(missing)} not installed: {INSTALL}'
-    else:
-      try:
-        peers[name] = load(name, workspace, threads, size)
-      except ValueError as error:  # not everything can be exported
-        left_out[name] = str(error)
+      continue
+    place = exported(folder, name)
+    try:
+      if name == 'transformers':
+        huggingface.save(target, place, tokenizer)
+      else:
+        gguf.save(target, place)
+    except ValueError as error:  # not everything can be exported
+      left_out[name] = str(error)
+      continue
+    peers[name] = load(name, place, target.config.dtype, threads, size)
   for name, why in left_out.items():
     print(f'{name} is left out: {why}')
   return peers, left_out
 
 
-def load(name, workspace, threads, size):
-  """Exports the target for a peer, and opens it there."""
-  folder, target = workspace.folder / 'peers', workspace.target()
+def exported(folder, name):
+  """Where the target is for a peer."""
+  last = 'target' if name == 'transformers' else 'target.gguf'
+  return folder / 'peers' / last
+
+
+def load(name, place, dtype, threads, size):
+  """Opens the target in a peer."""
   if name == 'transformers':
     from peers import transformers_decode
 
-    huggingface.save(target, folder / 'target', workspace.tokenizer)
-    return transformers_decode.Decoder(folder / 'target', threads)
+    return transformers_decode.Decoder(place, dtype, threads)
   from peers import llama_cpp_decode
 
-  gguf.save(target, folder / 'target.gguf')
-  return llama_cpp_decode.Decoder(folder / 'target.gguf', threads, size)
+  return llama_cpp_decode.Decoder(place, dtype, threads, size)
 
 
-def export(workspace, way):
-  """The folder of a way's draft model, written anew; None if it has none."""
-  if way.kind != 'model':
+def export(folder, drafters, tokenizer):
+  """Folders of the ways' draft models, written anew."""
+  folders = {}
+  for way, drafter in next(iter(drafters.values())).items():
+    if way.kind == 'model':
+      folders[way] = folder / 'peers' / way.draft
+      huggingface.save(drafter.model, folders[way], tokenizer)
+  return folders
+
+
+def peak_memory(name, folder, dtype):
+  """Bytes of a process that decodes plainly, or None where nobody knows."""
+  done = subprocess.run(
+    [
+      sys.executable,
+      *sys.argv,
+      f'--workdir={folder}',
+      f'--dtypes={dtype}',
+      f'--alone={name}',
+    ],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  if done.returncode:
+    raise RuntimeError(
+      f'{name} by itself: {done.stderr.strip().rpartition(chr(10))[2]}'
+    )
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def alone(workspace, dtype, prompts, threads):
+  """Decodes the longest prompt plainly; the peak memory of this process."""
+  longest = max(itertools.chain(*prompts.values()), key=len)
+  count = workspace.config['decode']['max_new_tokens']
+  if ALONE.value == OURS:
+    target, _ = cast(workspace, [], dtype)
+    ours(target, NoDrafter(), warps.Greedy(), [longest], 0, count)
+  else:
+    place, size = exported(workspace.folder, ALONE.value), len(longest) + count
+    decoder = load(ALONE.value, place, dtype, threads, size + 1)
+    decoder.decode([longest], count, 0.0, 1.0, 0, **decoder.options(None, 1))
+  found = Path('/proc/self/status')
+  if not found.exists():
     return None
-  drafter = workspace.drafter(way.draft)
-  if not hasattr(drafter, 'model'):
-    return None
-  folder = workspace.folder / 'peers' / way.draft
-  huggingface.save(drafter.model, folder, workspace.tokenizer)
-  return folder
+  fields = dict(line.split(':', 1) for line in found.read_text().splitlines())
+  return 1024 * int(fields['VmHWM'].split()[0])
 
 
 def versions(peers):
@@ -248,111 +425,150 @@ def versions(peers):
   return found
 
 
-def enter(workspace, ways, peers, drafts, temperature):
-  """What decodes in each arm: functions of a prompt and a seed.
+def ours(target, drafter, warp, prompts, seed, count):
+  """Continues a batch of prompts here."""
+  size = max(map(len, prompts)) + count
+  state = generation.start(
+    target,
+    drafter,
+    prompts,
+    key=jax.random.key(seed),
+    max_new_tokens=count,
+    room=benchmark.room(size),
+  )
+  state = generation.advance(
+    target,
+    drafter,
+    verify.as_pytree(verify.rejection),
+    warp,
+    generation.end_ids(target, ()),  # nothing ends a text early
+    state,
+    decode.FOREVER,
+  )
+  result = generation.finish(state, [*map(len, prompts)])
+  return Text(result.new_tokens(), int(result.stats.rounds.max()))
+
+
+def enter(target, ways, drafters, peers, drafts, condition):
+  """What decodes in each arm: functions of prompts, a seed and a count.
 
   Args:
-    workspace: the run.
-    ways: to draft; None is plain decoding.
+    target: ours.
+    ways: to draft, beside plain decoding.
+    drafters: ours, by way.
     peers: decoders by name.
     drafts: folders of exported draft models, by way.
-    temperature: of target and drafts.
+    condition: to decode under.
   """
-  count = workspace.config['decode']['max_new_tokens']
-  warp = warps.temperature(temperature)
-  target, arms = workspace.target(), {}
-  rule = verify.as_pytree(verify.rejection)
-  ends = generation.end_ids(target, ())  # nothing ends a text early
-
-  def ours(drafter, prompt, seed):
-    state = generation.start(
-      target,
-      drafter,
-      [prompt],
-      key=jax.random.key(seed),
-      max_new_tokens=count,
-      room=benchmark.room(len(prompt) + count),
-    )
-    state = generation.advance(
-      target, drafter, rule, warp, ends, state, decode.FOREVER
-    )
-    result = generation.finish(state, [len(prompt)])
-    return Text(result.new_tokens()[0], int(result.stats.rounds[0]))
-
-  def theirs(decoder, options, prompt, seed):
-    return Text(*decoder.decode(prompt, count, temperature, seed, **options))
-
-  for way in ways:
-    drafter = way.drafter(workspace, temperature) if way else NoDrafter()
-    drafter = pricing.with_warp(drafter, warp)
+  arms, warp = {}, condition.warp
+  for way in (None, *ways):
+    drafter = pricing.with_warp(drafters[way] if way else NoDrafter(), warp)
     label = way.name if way else PLAIN
-    arms[Arm(OURS, label)] = functools.partial(ours, drafter)
+    arms[Arm(OURS, label)] = functools.partial(ours, target, drafter, warp)
     for name, decoder in peers.items():
-      options = decoder.options(way, drafts.get(way))
+      options = decoder.options(way, condition.batch, drafts.get(way))
       if options is not None:
-        arms[Arm(name, label)] = functools.partial(theirs, decoder, options)
+        arms[Arm(name, label)] = functools.partial(
+          theirs, decoder, options, condition
+        )
   return arms
 
 
-def measure(workspace, arms, prompts, temperature):
-  """The rows of a temperature."""
+def theirs(decoder, options, condition, prompts, seed, count):
+  """Continues a batch of prompts there."""
+  t, p = condition.temperature, condition.top_p
+  return Text(*decoder.decode(prompts, count, t, p, seed, **options))
+
+
+def measure(target, arms, groups, count, condition):
+  """The rows of a condition."""
+
+  def parts(call, new):
+    return [
+      functools.partial(call, group, seed, new)
+      for seed, group in enumerate(groups)
+    ]
+
   calls = {
-    arm: [functools.partial(f, prompt, i) for i, prompt in enumerate(prompts)]
-    for arm, f in arms.items()
+    (arm, new): parts(call, new)
+    for arm, call in arms.items()
+    for new in (1, count)
   }
-  count = workspace.config['decode']['max_new_tokens']
   rooms = {
-    benchmark.room(len(prompt) + count): i for i, prompt in enumerate(prompts)
+    benchmark.room(max(map(len, group)) + count): i
+    for i, group in enumerate(groups)
   }
-  title = f'T = {temperature:g}'
-  with logs.Progress(len(calls), f'{title}: begin', unit='arms') as progress:
-    for arm in calls.values():
+  begin = dict.fromkeys(arms, 0.0)
+  title = f'{condition.label}: begin'
+  with logs.Progress(len(calls), title, unit='arms') as progress:
+    for (arm, _), own in calls.items():
+      start = time.perf_counter()
       for i in rooms.values():
-        arm[i]()
+        own[i]()
+      begin[arm] += time.perf_counter() - start
       progress.advance()
-  total = REPEATS.value * len(prompts)
-  with logs.Progress(total, f'{title}: decode', unit='turns') as progress:
+  total = REPEATS.value * len(groups)
+  title = f'{condition.label}: decode'
+  with logs.Progress(total, title, unit='turns') as progress:
     seconds, texts = timing.alternate(calls, REPEATS.value, progress.advance)
+  lengths = [len(prompt) for group in groups for prompt in group]
+  behind = {
+    arm: np.subtract(seconds[arm, count], seconds[arm, 1]) for arm in arms
+  }
+  for arm, taken in behind.items():
+    if taken.min() <= 0:
+      raise RuntimeError(
+        f'{arm.peer}, {arm.way}: {count} tokens took no longer than one: the'
+        ' machine is too busy, or --tokens too few'
+      )
   rows = []
-  for arm, taken in seconds.items():
-    own = texts[arm]
-    tokens = sum(len(text.tokens) for text in own)
+  for arm, taken in behind.items():
+    own = texts[arm, count]
+    rounds = sum(text.passes for text in own)
     row: dict[str, Any] = {
       **arm._asdict(),
-      'temperature': temperature,
-      'tokens_per_second': tokens / float(np.median(taken)),
-      'tokens_per_pass': tokens / sum(text.passes for text in own),
-      'seconds': taken,
+      **condition._asdict(),
+      'condition': condition.label,
+      'prompts': len(lengths),
+      'prompt_tokens': float(np.mean(lengths)),
+      'first_token_seconds': float(np.median(seconds[arm, 1])) / len(groups),
+      'tokens_per_second': (count - 1) * len(lengths) / float(np.median(taken)),
+      'tokens_per_pass': sum(max(map(len, text.tokens)) for text in own)
+      / rounds,
+      'seconds': taken.tolist(),
+      'begin_seconds': begin[arm],
     }
     for key, peer in (('speedup', OURS), ('own_speedup', arm.peer)):
-      spread = timing.ratio(seconds[Arm(peer, PLAIN)], taken)
+      spread = timing.ratio(behind[Arm(peer, PLAIN)], taken)
       row |= {
         key: spread.median,
         f'{key}_min': spread.min,
         f'{key}_max': spread.max,
       }
     row['mismatches'] = None
-    if temperature == 0:
-      plain = texts[Arm(OURS, PLAIN)]
-      row['mismatches'] = mismatches(workspace.target(), prompts, plain, own)
+    if condition.temperature == 0:
+      pair = texts[Arm(OURS, PLAIN), count], own
+      row['mismatches'] = mismatches(target, groups, *pair)
     rows.append(row)
   return rows
 
 
-def mismatches(target, prompts, plain, own):
+def mismatches(target, groups, plain, own):
   """Where greedy text leaves ours; positions are of new tokens, from 0."""
+  prompts = [*itertools.chain(*groups)]
+  texts = [
+    [*itertools.chain(*(text.tokens for text in arm))] for arm in (plain, own)
+  ]
   found = []
-  for number, (prompt, *pair) in enumerate(
-    zip(prompts, plain, own, strict=True)
-  ):
+  for number, (prompt, *pair) in enumerate(zip(prompts, *texts, strict=True)):
     results = [
       generation.Result(
-        np.array([[*prompt, *text.tokens]], np.int32),
-        np.array([len(prompt) + len(text.tokens)]),
+        np.array([[*prompt, *tokens]], np.int32),
+        np.array([len(prompt) + len(tokens)]),
         np.array([len(prompt)]),
         None,
       )
-      for text in pair
+      for tokens in pair
     ]
     for row in sweep.mismatches(target, [results[0]], [results[1]]):
       position = row['position'] - len(prompt)
@@ -361,14 +577,15 @@ def mismatches(target, prompts, plain, own):
 
 
 def show(report):
-  """Prints a table for each temperature."""
+  """Prints a table for each condition."""
   console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 120)  # of the widest table
-  for t in dict.fromkeys(row['temperature'] for row in report['rows']):
-    rows = [row for row in report['rows'] if row['temperature'] == t]
+  console.width = max(console.width, 132)  # of the widest table
+  for label in dict.fromkeys(row['condition'] for row in report['rows']):
+    rows = [row for row in report['rows'] if row['condition'] == label]
+    greedy = rows[0]['temperature'] == 0
     console.print(
-      f'\nT = {t:g}, batch 1: {report["prompts"]} prompts of'
-      f' {report["prompt_tokens"]:.0f} tokens, {report["tokens"]} new ones'
+      f'\n{label}: {rows[0]["prompts"]} prompts of'
+      f' {rows[0]["prompt_tokens"]:.0f} tokens, {report["tokens"]} new ones'
       f' each, threads: {report["threads"]}'
     )
     table = rich.table.Table(
@@ -377,34 +594,45 @@ def show(report):
     table.add_column('', no_wrap=True)
     table.add_column('way', no_wrap=True)
     for column in (
+      'first token',
       'tokens/s',
       'tokens/pass',
       'over its own plain',
       'over plain specjax',
-      *(['greedy text'] if t == 0 else []),
+      'begin',
+      'memory',
+      *(['greedy text'] if greedy else []),
     ):
       table.add_column(column, justify='right', no_wrap=True)
     best = max(row['speedup'] for row in rows)
     for row in rows:
+      peak = row['peak_bytes']
       table.add_row(
         row['peer'],
         row['way'],
+        f'{1e3 * row["first_token_seconds"]:,.0f} ms',
         f'{row["tokens_per_second"]:,.1f}',
         f'{row["tokens_per_pass"]:.2f}',
         spread(row, 'own_speedup'),
         spread(row, 'speedup'),
-        *([identity(row, report['prompts'])] if t == 0 else []),
+        f'{row["begin_seconds"]:.1f} s',
+        f'{peak / 1e9:.2f} GB' if peak and row['way'] == PLAIN else '',
+        *([identity(row, row['prompts'])] if greedy else []),
         style='bold' if row['speedup'] == best else None,
       )
     console.print(table)
-  console.print(
-    'medians of repeats in turns [min–max], the pass of the prompt included;'
-    " tokens/pass: of the target's passes that give tokens; greedy text: beside"
-    ' that of plain specjax, the first new token that differs, and the gap of'
-    ' the top two logits there'.replace('[', r'\[')
+  said = (
+    'medians of repeats in turns [min–max], of the tokens behind the first;'
+    " tokens/pass: of the target's passes that give tokens; memory: at most, of"
+    ' a process of its own; greedy text: beside that of plain specjax, the'
+    ' first new token that differs, and the gap of the top two logits there'
   )
-  for name, why in report['left_out'].items():
-    console.print(f'{name} is left out: {why}'.replace('[', r'\['))
+  notes = [
+    said,
+    *(f'{name} is left out: {why}' for name, why in report['left_out'].items()),
+  ]
+  for note in notes:
+    console.print(note.replace('[', r'\['))
 
 
 def spread(row, key):

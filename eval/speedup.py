@@ -46,6 +46,7 @@ from absl import flags
 
 from specjax import (
   certify,
+  contest,
   corpora,
   draft_length,
   experiment,
@@ -99,7 +100,7 @@ def main(config, folder):
     about = {'file': PROMPTS.value, 'count': COUNT.value}
     output, rows = folder / by_task.OUTPUT, by_task.ROWS
   before = baseline.read(CHECK.value, output, rows) if CHECK.value else None
-  by_task.require(Workspace(folder, config), ways)
+  contest.require(Workspace(folder, config), ways)
   if TARGET.value and Checkpoints(folder / 'target').latest() is None:
     Workspace.create(folder, config).adopt_target()
   workspace = Workspace.look_at(folder, config)

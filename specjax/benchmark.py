@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax import contest, logs, timing, verify
+from specjax import contest, generation, logs, timing, verify
 from specjax.contest import Arm, Way
 from specjax.sweep import Prompts
 from specjax.workspace import Workspace
@@ -45,11 +45,15 @@ def run(
     and way one of all tasks.
 
   Raises:
-    ValueError: a way is not made for its draft, or the rule not for it.
+    ValueError: a way is not made for its draft, or the rule not for it; or a
+      text is longer than the target was made for.
   """
   name = workspace.config['decode']['verify']
   rules = {name: verify.find(name)}
   target, rows = workspace.target(), []
+  for task, prompts in tasks.items():
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    generation.require_positions(target, lengths, f'{task}: prompt')
   drafters = {
     t: {way.name: way.drafter(workspace, t) for way in ways}
     for t in temperatures

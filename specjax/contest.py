@@ -95,6 +95,20 @@ class Way(NamedTuple):
     )
 
 
+def require(workspace: Workspace, ways: Sequence[Way]) -> None:
+  """Refuses ways whose drafts a run does not have.
+
+  Raises:
+    FileNotFoundError: there are such.
+  """
+  missing = workspace.missing([name for way in ways for name in way.folders])
+  if missing:
+    raise FileNotFoundError(
+      f'{workspace.folder} has no draft {", ".join(missing)}: train it, or'
+      ' leave it out of --arms'
+    )
+
+
 def parse(text: str, k: int) -> Way:
   """A way to draft, from its text `kind`, `kind:draft` or `kind:draft@size`.
 

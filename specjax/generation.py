@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specjax import decode, verify, warps
 from specjax.draft_length import FIXED
@@ -81,7 +82,8 @@ def generate(
 
   Raises:
     ValueError: for an empty prompt, an id outside the vocabulary, a negative
-      limit, or limits or keys of another number than the prompts.
+      limit, a text longer than the target was made for, or limits or keys of
+      another number than the prompts.
     FloatingPointError: if a law became NaN, naming the rows.
   """
   state = start(
@@ -132,6 +134,7 @@ def start(
       f'max_new_tokens is {max_new_tokens} and min_new_tokens'
       f' {min_new_tokens}: neither may be negative'
     )
+  require_positions(target, length + new)
   size = -(-max(room, int((length + new).max())) // BUCKET) * BUCKET
   tokens = np.zeros((len(length), size), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
@@ -152,6 +155,28 @@ def start(
     rows,
     controller,
   )
+
+
+def require_positions(
+  target: LanguageModel, lengths: ArrayLike, what: str = 'prompt'
+) -> None:
+  """Refuses texts longer than a model was made for, if it says so.
+
+  Args:
+    target: its `positions`, if it has such, are those of the longest text.
+    lengths: `[B]` tokens of the texts, new ones included.
+    what: these are, for the message.
+
+  Raises:
+    ValueError: one is longer.
+  """
+  most, lengths = getattr(target, 'positions', None), np.asarray(lengths)
+  if most is not None and lengths.max() > most:
+    raise ValueError(
+      f'{what} {int(lengths.argmax())} and its new tokens are'
+      f' {int(lengths.max())}, and the target was made for {most}: cut the'
+      ' prompt, or ask for fewer'
+    )
 
 
 def end_ids(

@@ -348,11 +348,11 @@ def peers(
   rows: Iterable[Mapping[str, Any]],
   title: str = 'Beside other software',
 ) -> pathlib.Path:
-  """Tokens per second of every peer's ways to decode, a panel per temperature.
+  """Tokens per second of every peer's ways to decode, a panel per condition.
 
   Args:
     path: the PNG to write.
-    rows: with `peer`, `way`, `temperature`, `tokens_per_second`, `speedup` over
+    rows: with `peer`, `way`, `condition`, `tokens_per_second`, `speedup` over
       the plain decoding of the first row's peer, `speedup_min` and
       `speedup_max`.
     title: of the picture.
@@ -364,19 +364,28 @@ def peers(
   names = list(dict.fromkeys(row['peer'] for row in rows))
   ways = list(dict.fromkeys(row['way'] for row in rows))
   colours = dict(zip(names, itertools.cycle(_COLOURS)))
-  temperatures = list(dict.fromkeys(row['temperature'] for row in rows))
-  most = len({(row['peer'], row['way']) for row in rows})
-  figure = new_figure(
-    title, width=max(8.4, 4.8 * len(temperatures)), height=1.9 + 0.32 * most
-  )
-  panels = figure.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]
+  conditions = list(dict.fromkeys(row['condition'] for row in rows))
   # Those of one way stand together.
   order = sorted(
     dict.fromkeys((row['way'], row['peer']) for row in rows),
     key=lambda bar: (ways.index(bar[0]), names.index(bar[1])),
   )
-  for panel, t in zip(panels, temperatures, strict=True):
-    own = {(r['way'], r['peer']): r for r in rows if r['temperature'] == t}
+  across = min(len(conditions), 3)
+  down = -(-len(conditions) // across)
+  figure = new_figure(
+    title,
+    width=max(8.4, 4.8 * across),
+    height=0.9 + (1 + 0.32 * len(order)) * down,
+  )
+  panels = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
+  for panel in panels[len(conditions) :]:
+    panel.set_visible(False)
+  for panel, condition in zip(panels, conditions, strict=False):
+    own = {
+      (row['way'], row['peer']): row
+      for row in rows
+      if row['condition'] == condition
+    }
     panel.axvline(1, color=GREY, linewidth=1)
     for bar, row in own.items():
       place, value = order.index(bar), row['speedup']
@@ -396,7 +405,7 @@ def peers(
         va='center',
         fontsize=8,
       )
-    label_axes(panel, f'T = {t:g}', f'over plain {names[0]} (×; min–max)')
+    label_axes(panel, condition, f'over plain {names[0]} (×; min–max)')
     panel.grid(axis='y', visible=False)
     panel.set_xlim(0, 1.35 * max(row['speedup_max'] for row in own.values()))
   panels[0].set_yticks(range(len(order)), [way for way, _ in order])

@@ -502,6 +502,22 @@ def test_a_mistake_is_one_clear_line(change, message):
   assert '\n' not in str(error.value)
 
 
+def test_no_text_is_longer_than_its_target_was_made_for():
+  def lengths(new):
+    result = generation.generate(
+      toys.transformer(positions=20),
+      NoDrafter(),
+      [[1], [2, 3]],
+      key=jax.random.key(0),
+      max_new_tokens=new,
+    )
+    return [*map(len, result.new_tokens())]
+
+  assert lengths(18) == [18, 18]
+  with pytest.raises(ValueError, match='prompt 1 and its .* 21, .* for 20'):
+    lengths(19)
+
+
 def test_a_longer_draft_than_the_state_was_made_for_is_refused():
   state = begin(NGram(2), 9)
   with pytest.raises(ValueError, match='a draft of 3 nodes, .* made for 2'):

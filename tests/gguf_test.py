@@ -34,7 +34,7 @@ FAMILIES = {
 @pytest.mark.parametrize('family', FAMILIES)
 def test_what_is_saved_loads_as_it_was(family, tmp_path):
   architecture, own = FAMILIES[family]
-  model = toys.transformer(**own)
+  model = toys.transformer(**own, positions=96)
   path = tmp_path / 'model.gguf'
   gguf.save(model, path)
   assert list(tmp_path.iterdir()) == [path]
@@ -46,6 +46,17 @@ def test_what_is_saved_loads_as_it_was(family, tmp_path):
     found = getattr(back.config, key)
     assert found == (pytest.approx(value) if key == 'norm_eps' else value)
   jax.tree.map(np.testing.assert_array_equal, leaves(back), leaves(model))
+
+
+def test_halved_weights_are_saved_as_such(tmp_path):
+  model = toys.transformer().cast('bfloat16')
+  path = tmp_path / 'model.gguf'
+  gguf.save(model, path)
+  back = gguf.load(gguf.File(path), 'bfloat16')
+  jax.tree.map(np.testing.assert_array_equal, leaves(back), leaves(model))
+  whole = tmp_path / 'whole.gguf'
+  gguf.save(toys.transformer(), whole)
+  assert path.stat().st_size < 0.7 * whole.stat().st_size
 
 
 def leaves(model):

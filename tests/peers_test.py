@@ -49,24 +49,39 @@ def run(tmp_path_factory):
   return folder
 
 
-@pytest.fixture(scope='module')
-def report(run):
-  arms = sorted(PEERS['specjax'] - {'plain'})
+def measured(run, arms, *more):
+  """The report of a comparison."""
   code, out, error = scripts.run(
     'eval/peers.py',
     f'--workdir={run}',
-    f'--arms={",".join(arms)}',
-    '--tokens=12',
+    f'--arms={",".join(sorted(arms - {"plain"}))}',
+    '--tokens=32',
+    '--contexts=48',
     '--count=2',
     '--repeats=1',
     '--threads=1',
+    *more,
   )
   assert code == 0, error
   report = json.loads((run / 'peers.json').read_text())
   assert (run / 'peers.png').exists()
   for row in report['rows']:
-    assert row['peer'] in out and row['way'] in out
+    assert row['peer'] in out and row['way'] in out and row['condition'] in out
   return report
+
+
+@pytest.fixture(scope='module')
+def report(run):
+  return measured(run, PEERS['specjax'])
+
+
+def ways(report):
+  """Those of each who is there, by temperature."""
+  found: dict = {}
+  for row in report['rows']:
+    own = found.setdefault(row['temperature'], {})
+    own.setdefault(row['peer'], set()).add(row['way'])
+  return found
 
 
 def test_every_peer_has_the_arms_that_it_knows(report):
@@ -76,30 +91,60 @@ def test_every_peer_has_the_arms_that_it_knows(report):
   }
   assert set(report['left_out']) <= {'llama.cpp'}
   assert ('llama.cpp' in wanted) == has_llama
-  for t in (0.0, 1.0):
-    found = {name: set() for name in wanted}
-    for row in report['rows']:
-      if row['temperature'] == t:
-        found[row['peer']].add(row['way'])
-    assert found == wanted
+  assert ways(report) == {0.0: wanted, 1.0: wanted}
   assert report['threads'] == 1
+
+
+def test_many_prompts_in_halved_weights(run):
+  """The others draft for no batch, and the bindings of llama.cpp take none."""
+  report = measured(
+    run,
+    {'plain', 'ngram@2'},
+    '--batches=2',
+    '--dtypes=bfloat16',
+    '--top_p=.9',
+  )
+  many = {'specjax': {'plain', 'ngram@2'}, 'transformers': {'plain'}}
+  assert ways(report) == {0.0: many, 1.0: many}
+  for row in report['rows']:
+    assert row['dtype'] == 'bfloat16' and row['batch'] == 2
+    assert row['top_p'] == (0.9 if row['temperature'] else 1.0)
+    assert row['prompts'] == 2 and row['prompt_tokens'] == 16
 
 
 def test_greedy_text_is_ours(report):
   for row in report['rows']:
-    if row['temperature'] == 0:
+    if row['temperature']:
+      assert row['mismatches'] is None
+    else:
       for found in row['mismatches']:
         assert found['margin'] < NEAR_TIE, row
-    else:
-      assert row['mismatches'] is None
 
 
 def test_passes_and_ratios(report):
   for row in report['rows']:
     if row['way'] == 'plain':
       assert row['tokens_per_pass'] == row['own_speedup'] == 1
+      assert row['peak_bytes'] > 1e8  # an interpreter with its libraries
     else:
       k = int(row['way'].split('@')[1])
       assert 1 <= row['tokens_per_pass'] <= k + 1
     assert len(row['seconds']) == 1
     assert row['speedup'] > 0 and row['tokens_per_second'] > 0
+    assert row['first_token_seconds'] > 0 and row['begin_seconds'] > 0
+
+
+@pytest.mark.parametrize(
+  ('flags', 'said'),
+  [
+    (['--batches=2'], 'prompts as they are differ in length'),
+    (['--batches=3', '--contexts=80'], 'is 8, which is no multiple of a batch'),
+    (['--contexts=32'], 'and 32 of it are new tokens'),
+    (['--arms=model:none@2'], 'has no draft none: train it'),
+  ],
+)
+def test_what_makes_no_sense_is_refused(run, flags, said):
+  code, _, error = scripts.run(
+    'eval/peers.py', f'--workdir={run}', '--tokens=32', *flags
+  )
+  assert code != 0 and said in error

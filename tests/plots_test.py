@@ -105,13 +105,13 @@ PEERS = [
   {
     'peer': peer,
     'way': way,
-    'temperature': t,
+    'condition': condition,
     'tokens_per_second': 100 * speedup,
     'speedup': speedup,
     'speedup_min': speedup - 0.1,
     'speedup_max': speedup + 0.2,
   }
-  for t in (0.0, 1.0)
+  for condition in ('T = 0, batch 1', 'T = 1, batch 1', 'T = 1, batch 4')
   for peer, way, speedup in (
     ('ours', 'plain', 1.0),
     ('theirs', 'plain', 0.8),

@@ -1,4 +1,4 @@
-"""Decoding with llama.cpp, by its bindings llama-cpp-python, in float32."""
+"""Decoding with llama.cpp, by its bindings llama-cpp-python."""
 
 import functools
 
@@ -13,37 +13,40 @@ ROOM = 256  # positions come in multiples of this
 class Decoder:
   """A target, and the ways to draft for it that the bindings have."""
 
-  def __init__(self, path, threads, size):
+  def __init__(self, path, dtype, threads, size):
     """Opens a GGUF.
 
     Args:
       path: of the file.
+      dtype: of its weights; beside 'bfloat16' the cache is as it is by default.
       threads: of every pass.
       size: tokens of the longest text, drafts included.
     """
+    cached = llama_cpp.GGML_TYPE_F32 if dtype == 'float32' else None
     self._open = functools.partial(
       _Counted,
       str(path),
       n_ctx=-(-size // ROOM) * ROOM,
       n_threads=threads,
       n_threads_batch=threads,
-      type_k=llama_cpp.GGML_TYPE_F32,
-      type_v=llama_cpp.GGML_TYPE_F32,
+      type_k=cached,
+      type_v=cached,
       verbose=False,
     )
     self._models = {}
 
-  def options(self, way, folder=None):
+  def options(self, way, batch, folder=None):
     """What `decode` needs to draft in a way of ours.
 
     Args:
       way: a `contest.Way`; None is plain decoding.
+      batch: prompts at once; the bindings take one.
       folder: of its draft model; the bindings take none.
 
     Returns:
       Keyword arguments of `decode`; None if the bindings have no such way.
     """
-    if way is not None and way.kind != 'ngram':
+    if batch > 1 or (way is not None and way.kind != 'ngram'):
       return None
     if way not in self._models:
       lookup = way and LlamaPromptLookupDecoding(
@@ -60,28 +63,30 @@ class Decoder:
       'llama.cpp': ' '.join(system.split()),
     }
 
-  def decode(self, prompt, count, temperature, seed, model):
+  def decode(self, prompts, count, temperature, top_p, seed, model):
     """Continues a prompt.
 
     Args:
-      prompt: token ids.
+      prompts: token ids of one.
       count: new tokens.
       temperature: 0 is greedy.
+      top_p: probability that is kept.
       seed: of what is drawn.
       model: with its draft, from `options`.
 
     Returns:
-      The new tokens, and how often the target was asked for them.
+      Its new tokens, and how often the target was asked for them.
     """
     model.reset()  # else the prompt is remembered, and its time saved
     model.set_seed(seed)
     model.passes = 0
+    (prompt,) = prompts
     text = model.generate(
-      prompt, temp=temperature, top_k=0, top_p=1.0, min_p=0.0
+      prompt, temp=temperature, top_k=0, top_p=top_p, min_p=0.0
     )
     tokens = [token for _, token in zip(range(count), text, strict=False)]
     text.close()
-    return tokens, model.passes
+    return [tokens], model.passes
 
 
 class _Counted(llama_cpp.Llama):

@@ -1,4 +1,4 @@
-"""Decoding with `transformers`, as its users do: `generate`, eager, float32."""
+"""Decoding with `transformers`, as its users do: `generate`, eager."""
 
 import torch
 import transformers
@@ -15,23 +15,25 @@ FIXED = {
 class Decoder:
   """A target, and the ways to draft for it that this library has."""
 
-  def __init__(self, folder, threads):
-    """Loads the model of a folder."""
+  def __init__(self, folder, dtype, threads):
+    """Loads the model of a folder, with weights of a dtype."""
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    self._target = _load(folder)
+    self._dtype = getattr(torch, dtype)
+    self._target = _load(folder, self._dtype)
     self._drafts = {}
     self._passes = 0
     # An early exit passes through the target too, but not so far.
     last = self._target.model.layers[-1]
     last.register_forward_hook(self._count)
 
-  def options(self, way, folder=None):
+  def options(self, way, batch, folder=None):
     """What `decode` needs to draft in a way of ours.
 
     Args:
       way: a `contest.Way`; None is plain decoding.
+      batch: prompts at once; it drafts for one alone.
       folder: of its draft model, if it has one.
 
     Returns:
@@ -39,6 +41,8 @@ class Decoder:
     """
     if way is None:
       return {}
+    if batch > 1:
+      return None
     if way.kind == 'ngram':
       size = drafters.find('ngram').NGram(way.k).n
       return {
@@ -49,7 +53,7 @@ class Decoder:
       return {'k': way.k, 'assistant_early_exit': int(way.draft)}
     if folder is not None:
       if folder not in self._drafts:
-        self._drafts[folder] = _load(folder)
+        self._drafts[folder] = _load(folder, self._dtype)
       return {'k': way.k, 'assistant_model': self._drafts[folder]}
     return None
 
@@ -58,47 +62,46 @@ class Decoder:
     modules = transformers, torch
     return {module.__name__: module.__version__ for module in modules}
 
-  def decode(self, prompt, count, temperature, seed, k=None, **options):
-    """Continues a prompt.
+  def decode(self, prompts, count, temperature, top_p, seed, k=None, **options):
+    """Continues prompts.
 
     Args:
-      prompt: token ids.
+      prompts: token ids of each, equally many.
       count: new tokens.
       temperature: 0 is greedy.
+      top_p: probability that is kept.
       seed: of what is drawn.
       k: tokens of a draft, by a model.
       **options: further ones of `generate`.
 
     Returns:
-      The new tokens, and how often the target was asked for them.
+      The new tokens of each, and how often the target was asked for them.
     """
     if k is not None:
       assistant = options.get('assistant_model', self._target)
       assistant.generation_config.update(num_assistant_tokens=k, **FIXED)
     if temperature:
       options |= {'do_sample': True, 'temperature': temperature}
-      options |= {'top_k': 0, 'top_p': 1.0}  # no more than that
+      options |= {'top_k': 0, 'top_p': top_p}  # no more than that
     else:
       options['do_sample'] = False
     torch.manual_seed(seed)
     self._passes = 0
-    ids = torch.tensor([prompt])
+    ids = torch.tensor(prompts)
     text = self._target.generate(
       ids,
       attention_mask=torch.ones_like(ids),
       max_new_tokens=count,
       **options,
     )
-    return text[0, len(prompt) :].tolist(), self._passes
+    return text[:, ids.shape[1] :].tolist(), self._passes
 
   def _count(self, *_):
     self._passes += 1
 
 
-def _load(folder):
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    folder, dtype=torch.float32
-  )
+def _load(folder, dtype):
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
   # Nothing ends a text early, here as with the others.
   model.generation_config.eos_token_id = None
   model.generation_config.pad_token_id = 0

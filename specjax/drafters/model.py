@@ -156,5 +156,6 @@ class ModelDrafter:
 
 def build(config, target, rngs) -> ModelDrafter:
   """Reads `k` and, under `model`, the sizes of a transformer."""
-  sizes = TransformerConfig(vocab_size=target.vocab_size, **config['model'])
+  own = {'positions': target.positions, **config['model']}
+  sizes = TransformerConfig(vocab_size=target.vocab_size, **own)
   return ModelDrafter(Transformer(sizes, rngs), config['k'])

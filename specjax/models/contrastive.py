@@ -62,6 +62,12 @@ class Contrastive:
     """V."""
     return self.expert.vocab_size
 
+  @property
+  def positions(self) -> int | None:
+    """Tokens of the longest text that both were made for, if it is known."""
+    both = (getattr(x, 'positions', None) for x in (self.expert, self.amateur))
+    return min((x for x in both if x is not None), default=None)
+
   def init_cache(self, batch: int, size: int) -> Cache:
     """Empty caches of `size` tokens; both are always equally long."""
     expert, amateur = (m.init_cache(batch, size) for m in self._models)

@@ -169,6 +169,7 @@ def read_config(file: File, dtype: str = 'float32') -> TransformerConfig:
     tied='output.weight' not in shapes,
     dtype=dtype,
     norm_eps=float(need('attention.layer_norm_rms_epsilon')),
+    positions=int(get('context_length', 0)) or None,
   )
   if _DIVISORS in shapes:
     wanted = np.asarray(frequency_divisors(config))
@@ -213,9 +214,9 @@ def load(
 
 
 def save(model: Transformer, path: str | os.PathLike) -> None:
-  """Writes a model that llama.cpp can load, in F32, without its tokenizer.
+  """Writes a model that llama.cpp can load, without its tokenizer.
 
-  Token ids go into it and come out.
+  Token ids go into it and come out. Matrices are in the model's dtype.
 
   Args:
     model: the model.
@@ -237,18 +238,21 @@ def save(model: Transformer, path: str | os.PathLike) -> None:
   with files.atomic(path) as file:
     writer = library.GGUFWriter(file.name, kind)
     _describe(writer, library, c)
+    halved = c.dtype == 'bfloat16'
     for part in tensors.parts(c, gguf=True).values():
       for name, shape in part.items():
-        _announce(writer, name, shape)
+        _announce(writer, library, name, shape, halved and len(shape) > 1)
     if c.rope_band:
-      _announce(writer, _DIVISORS, (c.head_size // 2,))
+      _announce(writer, library, _DIVISORS, (c.head_size // 2,))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, array in tensors.split(model, gguf=True):
       if kind == 'llama' and _is_rotated(name):
         array = tensors.pairs(array, c.head_size)
-      writer.write_tensor_data(np.ascontiguousarray(array, np.float32))
+      keep = halved and array.ndim > 1
+      array = np.ascontiguousarray(array, None if keep else np.float32)
+      writer.write_tensor_data(array.view(np.uint16) if keep else array)
     if c.rope_band:
       divisors = np.asarray(frequency_divisors(c), np.float32)
       writer.write_tensor_data(divisors)
@@ -316,18 +320,29 @@ def _is_rotated(name: str) -> bool:
   return '.attn_q.' in name or '.attn_k.' in name
 
 
-def _announce(writer: Any, name: str, shape: tuple[int, ...]) -> None:
-  """Says of a tensor in F32 what stands before the tensors themselves."""
-  size = 4 * math.prod(shape)
-  writer.add_tensor_info(name, shape, np.dtype(np.float32), size)
+def _announce(
+  writer: Any,
+  library: types.ModuleType,
+  name: str,
+  shape: tuple[int, ...],
+  halved: bool = False,
+) -> None:
+  """Says of a tensor what stands before the tensors: in BF16 if `halved`."""
+  dtype = np.dtype(np.uint16 if halved else np.float32)
+  raw = library.GGMLQuantizationType.BF16 if halved else None
+  writer.add_tensor_info(
+    name, shape, dtype, dtype.itemsize * math.prod(shape), raw
+  )
 
 
 def _describe(writer: Any, library: types.ModuleType, c: TransformerConfig):
   """The fields of a model."""
-  writer.add_file_type(library.LlamaFileType.ALL_F32)
+  kinds = library.LlamaFileType
+  halved = c.dtype == 'bfloat16'
+  writer.add_file_type(kinds.MOSTLY_BF16 if halved else kinds.ALL_F32)
   writer.add_tokenizer_model('none')
   writer.add_vocab_size(c.vocab_size)
-  writer.add_context_length(tensors.POSITIONS)
+  writer.add_context_length(c.positions or tensors.POSITIONS)
   writer.add_embedding_length(c.width)
   writer.add_block_count(c.layers)
   writer.add_feed_forward_length(c.hidden)

@@ -137,6 +137,7 @@ def read_config(
       tied=c.get('tie_word_embeddings', False),
       dtype=dtype,
       norm_eps=c.get('rms_norm_eps', 1e-6),
+      positions=c.get('max_position_embeddings'),
     )
   except KeyError as error:
     raise ValueError(f'{file} does not say {error.args[0]}') from error
@@ -369,7 +370,7 @@ def describe(c: TransformerConfig, padding: int = 0) -> dict[str, Any]:
     'intermediate_size': c.hidden,
     'head_dim': c.head_size,
     'hidden_act': 'silu',
-    'max_position_embeddings': tensors.POSITIONS,
+    'max_position_embeddings': c.positions or tensors.POSITIONS,
     'rope_parameters': rope,
     'rope_theta': c.rope_theta,
     'rope_scaling': scaling,

@@ -132,6 +132,7 @@ def read_config(
     hidden=header.hidden_dim,
     tied=header.tied,
     dtype=dtype,
+    positions=header.seq_len,
   )
 
 

@@ -58,7 +58,7 @@ _NAMES = {
 }
 _SAME = 'embedding', 'head'  # [V, D] here too
 OF_VOCABULARY = tuple(name for own in _SAME for name in _NAMES[own])
-# That a model which is written may be asked for: rotations have no end.
+# Of a model which is written, if nobody said: rotations have no end.
 POSITIONS = 8192
 _LISTED = 8  # names of a kind in one error
 _PADDING = 1024  # rows that an embedding may have beyond its tokenizer's ids

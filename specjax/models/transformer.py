@@ -51,6 +51,8 @@ class TransformerConfig:
     norm_eps: added to the mean square.
     remat: whether training keeps only what enters each layer, and computes the
       rest again for the gradient: less memory, a third more work.
+    positions: tokens of the longest text that it was made for; None is
+      unknown. Nothing longer is decoded.
   """
 
   vocab_size: int
@@ -71,6 +73,7 @@ class TransformerConfig:
   dtype: str = 'float32'
   norm_eps: float = 1e-5
   remat: bool = False
+  positions: int | None = None
 
   def __post_init__(self):
     """Refuses sizes that do not fit together."""
@@ -191,6 +194,11 @@ class Transformer(nnx.Module):
     """V."""
     return self.config.vocab_size
 
+  @property
+  def positions(self) -> int | None:
+    """Tokens of the longest text, if it is known."""
+    return self.config.positions
+
   def init_cache(self, batch: int, size: int) -> caches.Cache:
     """An empty cache of `size` positions."""
     c = self.config
@@ -242,6 +250,14 @@ class Transformer(nnx.Module):
     positions = cache.length[:, None] + jnp.arange(size)
     own = cache.length[:, None] + at
     return self._run(tokens, own, visible, cache, (), (rows, at), positions)
+
+  def cast(self, dtype: str) -> Transformer:
+    """The model with its weights in another dtype; see `TransformerConfig`."""
+    config = dataclasses.replace(self.config, dtype=dtype)
+    shapes = jax.eval_shape(lambda: type(self)(config, nnx.Rngs(0)))
+    wanted, structure = jax.tree.flatten(shapes)
+    leaves = zip(wanted, jax.tree.leaves(self), strict=True)
+    return structure.unflatten([x.astype(like.dtype) for like, x in leaves])
 
   def subset(self, layers: Sequence[int]) -> Transformer:
     """Some of the layers as a model of their own, which shares all weights.
