@@ -99,7 +99,7 @@ ALONE = flags.DEFINE_string(
   'alone', None, 'only decode plainly with this one, for its peak memory'
 )
 
-OURS, PLAIN = 'specjax', 'plain'
+OURS, PLAIN, ALL = 'specjax', 'plain', benchmark.ALL
 NEAR_TIE = 1e-3  # of logits: others sum in another order, layer after layer
 INSTALL = "pip install '.[peers]'"
 NEEDS = {
@@ -171,7 +171,8 @@ def main(config, folder):
   if ALONE.value:
     print(json.dumps(alone(workspace, dtypes[0], prompts, threads)))
     return
-  lengths = [len(prompt) + new for own in prompts.values() for prompt in own]
+  every = [one for tasks in prompts.values() for one in tasks.values()]
+  lengths = [len(prompt) + new for prompt in itertools.chain(*every)]
   generation.require_positions(workspace.target(), lengths)
   size = max(lengths)
   size += max((way.k or 0 for way in ways), default=0) + 1
@@ -190,8 +191,10 @@ def main(config, folder):
       top_p = TOP_P.value if t else 1.0
       condition = Condition(dtype, context, batch, t, top_p)
       arms = enter(target, ways, drafters[t], peers, drafts, condition)
-      own = prompts[context]
-      groups = [own[i : i + batch] for i in range(0, len(own), batch)]
+      groups = {
+        task: [own[i : i + batch] for i in range(0, len(own), batch)]
+        for task, own in prompts[context].items()
+      }
       for row in measure(target, arms, groups, new, condition):
         rows.append({**row, 'peak_bytes': memory[row['peer']]})
   report = {
@@ -206,7 +209,8 @@ def main(config, folder):
     'config': config,
   }
   runs.write_json(folder / 'peers.json', runs.portable(report))
-  picture = plots.peers(folder / 'peers.png', rows)
+  whole = [row for row in rows if row['task'] == ALL]
+  picture = plots.peers(folder / 'peers.png', whole)
   show(report)
   print('picture:', picture)
   print('numbers:', folder / 'peers.json')
@@ -257,7 +261,10 @@ def check_sizes(new, dtypes):
 
 
 def read_prompts(workspace, context):
-  """Token ids of what is decoded behind, all of them as long if in contexts."""
+  """Token ids of what is decoded behind, by task.
+
+  In contexts all are as long, and of no task.
+  """
   decoding, count = workspace.config['decode'], COUNT.value
   length = decoding['prompt_length']
   if context:
@@ -268,23 +275,22 @@ def read_prompts(workspace, context):
         f'{workspace.folder} has no text to take prompts from: name a file with'
         ' --prompts'
       )
-    return workspace.prompts('test', count, length)
+    return {ALL: workspace.prompts('test', count, length)}
   found = prompt_files.load(PROMPTS.value)
   tasks = prompt_files.by_task(found, len(found) if context else count)
-  prompts = [
-    prompt_files.encode(text, workspace.tokenizer)
-    for texts in tasks.values()
-    for text in texts
-  ]
+  prompts = {
+    task: [prompt_files.encode(text, workspace.tokenizer) for text in texts]
+    for task, texts in tasks.items()
+  }
   if not context:
     return prompts
-  text = [*itertools.chain(*prompts)]
+  text = [*itertools.chain(*itertools.chain(*prompts.values()))]
   if len(text) < count * length:
     raise ValueError(
       f'{PROMPTS.value} has {len(text)} tokens, too few for {count} prompts of'
       f' {length}'
     )
-  return [text[i * length : (i + 1) * length] for i in range(count)]
+  return {ALL: [text[i * length : (i + 1) * length] for i in range(count)]}
 
 
 def take_threads(wanted):
@@ -318,10 +324,15 @@ def cast(workspace, ways, dtype):
   for t in workspace.config['speedup']['temperatures']:
     drafters[t] = {way: way.drafter(workspace, t) for way in ways}
     for way, drafter in drafters[t].items():
-      if way.kind == 'model':
+      if has_model(way, drafter):
         model = drafter.model.cast(dtype)
         drafters[t][way] = dataclasses.replace(drafter, model=model)
   return workspace.target().cast(dtype), drafters
+
+
+def has_model(way, drafter):
+  """Whether a model of its own drafts, which others may load."""
+  return way.kind == 'model' and hasattr(drafter, 'model')
 
 
 def find(folder, target, tokenizer, threads, size):
@@ -372,7 +383,7 @@ def export(folder, drafters, tokenizer):
   """Folders of the ways' draft models, written anew."""
   folders = {}
   for way, drafter in next(iter(drafters.values())).items():
-    if way.kind == 'model':
+    if has_model(way, drafter):
       folders[way] = folder / 'peers' / way.draft
       huggingface.save(drafter.model, folders[way], tokenizer)
   return folders
@@ -401,7 +412,8 @@ def peak_memory(name, folder, dtype):
 
 def alone(workspace, dtype, prompts, threads):
   """Decodes the longest prompt plainly; the peak memory of this process."""
-  longest = max(itertools.chain(*prompts.values()), key=len)
+  every = itertools.chain(*(tasks.values() for tasks in prompts.values()))
+  longest = max(itertools.chain(*every), key=len)
   count = workspace.config['decode']['max_new_tokens']
   if ALONE.value == OURS:
     target, _ = cast(workspace, [], dtype)
@@ -480,15 +492,25 @@ def theirs(decoder, options, condition, prompts, seed, count):
   return Text(*decoder.decode(prompts, count, t, p, seed, **options))
 
 
-def measure(target, arms, groups, count, condition):
-  """The rows of a condition."""
+def measure(target, arms, tasks, count, condition):
+  """The rows of a condition.
+
+  Args:
+    target: ours.
+    arms: what decodes.
+    tasks: batches of prompts, by task.
+    count: new tokens of each.
+    condition: to decode under.
+  """
 
   def parts(call, new):
-    return [
-      functools.partial(call, group, seed, new)
-      for seed, group in enumerate(groups)
-    ]
+    return [functools.partial(call, *one, new) for one in numbered]
 
+  numbered = [
+    (group, seed)
+    for groups in tasks.values()
+    for seed, group in enumerate(groups)
+  ]
   calls = {
     (arm, new): parts(call, new)
     for arm, call in arms.items()
@@ -496,7 +518,7 @@ def measure(target, arms, groups, count, condition):
   }
   rooms = {
     benchmark.room(max(map(len, group)) + count): i
-    for i, group in enumerate(groups)
+    for i, (group, _) in enumerate(numbered)
   }
   begin = dict.fromkeys(arms, 0.0)
   title = f'{condition.label}: begin'
@@ -507,50 +529,76 @@ def measure(target, arms, groups, count, condition):
         own[i]()
       begin[arm] += time.perf_counter() - start
       progress.advance()
-  total = REPEATS.value * len(groups)
+  total = REPEATS.value * len(numbered)
   title = f'{condition.label}: decode'
+  seconds, texts = {}, {}
   with logs.Progress(total, title, unit='turns') as progress:
-    seconds, texts = timing.alternate(calls, REPEATS.value, progress.advance)
-  lengths = [len(prompt) for group in groups for prompt in group]
-  behind = {
-    arm: np.subtract(seconds[arm, count], seconds[arm, 1]) for arm in arms
-  }
-  for arm, taken in behind.items():
+    first = 0
+    for task, groups in tasks.items():
+      own = {
+        name: some[first : first + len(groups)] for name, some in calls.items()
+      }
+      found = timing.alternate(own, REPEATS.value, progress.advance)
+      for (arm, new), taken in found[0].items():
+        seconds[task, arm, new] = np.array(taken)
+      for (arm, new), wrote in found[1].items():
+        texts[task, arm, new] = wrote
+      first += len(groups)
+  if ALL not in tasks:
+    for arm, new in calls:
+      seconds[ALL, arm, new] = sum(seconds[task, arm, new] for task in tasks)
+      texts[ALL, arm, new] = [
+        text for task in tasks for text in texts[task, arm, new]
+      ]
+    tasks = {**tasks, ALL: [*itertools.chain(*tasks.values())]}
+  return [
+    row_of(target, task, arm, groups, seconds, texts, count, condition)
+    | {'begin_seconds': begin[arm]}
+    for task, groups in tasks.items()
+    for arm in arms
+  ]
+
+
+def row_of(target, task, arm, groups, seconds, texts, count, condition):
+  """What was measured of an arm and a task."""
+
+  def behind(arm):
+    taken = seconds[task, arm, count] - seconds[task, arm, 1]
     if taken.min() <= 0:
       raise RuntimeError(
         f'{arm.peer}, {arm.way}: {count} tokens took no longer than one: the'
         ' machine is too busy, or --tokens too few'
       )
-  rows = []
-  for arm, taken in behind.items():
-    own = texts[arm, count]
-    rounds = sum(text.passes for text in own)
-    row: dict[str, Any] = {
-      **arm._asdict(),
-      **condition._asdict(),
-      'condition': condition.label,
-      'prompts': len(lengths),
-      'prompt_tokens': float(np.mean(lengths)),
-      'first_token_seconds': float(np.median(seconds[arm, 1])) / len(groups),
-      'tokens_per_second': (count - 1) * len(lengths) / float(np.median(taken)),
-      'tokens_per_pass': sum(max(map(len, text.tokens)) for text in own)
-      / rounds,
-      'seconds': taken.tolist(),
-      'begin_seconds': begin[arm],
+    return taken
+
+  lengths = [len(prompt) for group in groups for prompt in group]
+  taken, own = behind(arm), texts[task, arm, count]
+  tokens = sum(max(map(len, text.tokens)) for text in own)
+  row: dict[str, Any] = {
+    **arm._asdict(),
+    **condition._asdict(),
+    'condition': condition.label,
+    'task': task,
+    'prompts': len(lengths),
+    'prompt_tokens': float(np.mean(lengths)),
+    'first_token_seconds': float(np.median(seconds[task, arm, 1]))
+    / len(groups),
+    'tokens_per_second': (count - 1) * len(lengths) / float(np.median(taken)),
+    'tokens_per_pass': tokens / sum(text.passes for text in own),
+    'seconds': taken.tolist(),
+  }
+  for key, peer in (('speedup', OURS), ('own_speedup', arm.peer)):
+    spread = timing.ratio(behind(Arm(peer, PLAIN)), taken)
+    row |= {
+      key: spread.median,
+      f'{key}_min': spread.min,
+      f'{key}_max': spread.max,
     }
-    for key, peer in (('speedup', OURS), ('own_speedup', arm.peer)):
-      spread = timing.ratio(behind[Arm(peer, PLAIN)], taken)
-      row |= {
-        key: spread.median,
-        f'{key}_min': spread.min,
-        f'{key}_max': spread.max,
-      }
-    row['mismatches'] = None
-    if condition.temperature == 0:
-      pair = texts[Arm(OURS, PLAIN), count], own
-      row['mismatches'] = mismatches(target, groups, *pair)
-    rows.append(row)
-  return rows
+  row['mismatches'] = None
+  if condition.temperature == 0:
+    plain = texts[task, Arm(OURS, PLAIN), count]
+    row['mismatches'] = mismatches(target, groups, plain, own)
+  return row
 
 
 def mismatches(target, groups, plain, own):
@@ -577,11 +625,12 @@ def mismatches(target, groups, plain, own):
 
 
 def show(report):
-  """Prints a table for each condition."""
+  """Prints a table for each condition, and one of its tasks if it has such."""
   console = rich.console.Console(highlight=False)
   console.width = max(console.width, 132)  # of the widest table
   for label in dict.fromkeys(row['condition'] for row in report['rows']):
-    rows = [row for row in report['rows'] if row['condition'] == label]
+    every = [row for row in report['rows'] if row['condition'] == label]
+    rows = [row for row in every if row['task'] == ALL]
     greedy = rows[0]['temperature'] == 0
     console.print(
       f'\n{label}: {rows[0]["prompts"]} prompts of'
@@ -621,6 +670,8 @@ def show(report):
         style='bold' if row['speedup'] == best else None,
       )
     console.print(table)
+    if len(rows) < len(every):
+      show_tasks(console, every)
   said = (
     'medians of repeats in turns [min–max], of the tokens behind the first;'
     " tokens/pass: of the target's passes that give tokens; memory: at most, of"
@@ -633,6 +684,24 @@ def show(report):
   ]
   for note in notes:
     console.print(note.replace('[', r'\['))
+
+
+def show_tasks(console, rows):
+  """Prints tokens per second of every arm and task, and its gain."""
+  tasks = [*dict.fromkeys(row['task'] for row in rows)]
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+  )
+  table.add_column('tokens/s, over plain specjax', no_wrap=True)
+  for task in tasks:
+    table.add_column(task, justify='right', no_wrap=True)
+  for arm in dict.fromkeys((row['peer'], row['way']) for row in rows):
+    own = [row for row in rows if (row['peer'], row['way']) == arm]
+    table.add_row(
+      ' '.join(arm),
+      *(f'{row["tokens_per_second"]:.1f} {row["speedup"]:.2f}x' for row in own),
+    )
+  console.print(table)
 
 
 def spread(row, key):

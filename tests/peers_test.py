@@ -56,7 +56,6 @@ def measured(run, arms, *more):
     f'--workdir={run}',
     f'--arms={",".join(sorted(arms - {"plain"}))}',
     '--tokens=32',
-    '--contexts=48',
     '--count=2',
     '--repeats=1',
     '--threads=1',
@@ -71,8 +70,17 @@ def measured(run, arms, *more):
 
 
 @pytest.fixture(scope='module')
-def report(run):
-  return measured(run, PEERS['specjax'])
+def report(run, tmp_path_factory):
+  """Of two tasks."""
+  path = tmp_path_factory.mktemp('prompts') / 'question.jsonl'
+  lines = [
+    {'question_id': i, 'category': category, 'turns': [text]}
+    for i, (category, text) in enumerate(
+      (('writing', 'def f(x):'), ('writing', 'import'), ('math', 'return 1'))
+    )
+  ]
+  path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  return measured(run, PEERS['specjax'], f'--prompts={path}')
 
 
 def ways(report):
@@ -101,6 +109,7 @@ def test_many_prompts_in_halved_weights(run):
     run,
     {'plain', 'ngram@2'},
     '--batches=2',
+    '--contexts=48',
     '--dtypes=bfloat16',
     '--top_p=.9',
   )
@@ -110,6 +119,22 @@ def test_many_prompts_in_halved_weights(run):
     assert row['dtype'] == 'bfloat16' and row['batch'] == 2
     assert row['top_p'] == (0.9 if row['temperature'] else 1.0)
     assert row['prompts'] == 2 and row['prompt_tokens'] == 16
+
+
+def test_tasks_stand_beside_all_of_them(report):
+  tasks = {row['task'] for row in report['rows']}
+  assert len(tasks) == 3
+  for row in report['rows']:
+    if row['task'] == 'all tasks':
+      own = [
+        other
+        for other in report['rows']
+        if all(other[key] == row[key] for key in ('peer', 'way', 'temperature'))
+        and other['task'] != 'all tasks'
+      ]
+      assert row['prompts'] == sum(other['prompts'] for other in own) == 3
+      whole = sum(other['seconds'][0] for other in own)
+      assert row['seconds'][0] == pytest.approx(whole)
 
 
 def test_greedy_text_is_ours(report):
