@@ -54,8 +54,8 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   config.loss.kl_weight = float('inf')  # the text is the target's own
   if not tiny:
     data.tokens = 230  # with the 24, nearly a window
-    data.refresh, data.sequences = 1000, 800  # written once, read five times
-    distill.steps, distill.warmup, distill.batch = 1000, 50, 4
+    data.refresh, data.sequences = 600, 500  # written once, read five times
+    distill.steps, distill.warmup, distill.batch = 600, 50, 4
     distill.learning_rate = 1e-3
     distill.dtype = 'bfloat16'
     distill.eval_every = 100
