@@ -18,10 +18,12 @@ the first); in transformers `model:DRAFT` is `assistant_model` and
 all should write one text, up to near-ties; at T = 1 each draws its own. The
 temperatures are those of `config.speedup`.
 
-The first token is timed alone too, with the prompt's pass before it; rates and
-ratios are of the tokens behind it. `begin` is what an arm's first calls took,
-compiling included; the peak memory is that of a process that decodes plainly
-and does nothing else.
+The first token is timed alone too, with the prompt's pass before it, plainly:
+rates and ratios of all ways are of what comes behind that. `begin` is what an
+arm's first calls took, compiling included where nothing before had the same
+program; the peak memory is that of a process that decodes the longest prompt
+plainly, interpreter and libraries included. In other `--dtypes` than the run's,
+draft models follow; heads and other drafts stay as they were trained.
 
 Writes `peers.json` and `peers.png` into the run, and into its folder `peers/`
 the weights as the others read them. Who is not installed is left out.
@@ -81,8 +83,8 @@ COUNT = flags.DEFINE_integer('count', 8, 'prompts, of each task in a file')
 CONTEXTS = flags.DEFINE_list(
   'contexts',
   [],
-  'tokens of a text with its new ones: prompts are then cut from all of the'
-  ' text, --count in all (default: prompts as they are)',
+  'tokens of a text with its new ones: prompts are then cut from all of a file,'
+  ' or begin documents, --count in all (default: prompts as they are)',
 )
 BATCHES = flags.DEFINE_list(
   'batches', ['1'], 'prompts that are decoded at once'
@@ -160,7 +162,7 @@ def main(config, folder):
   config = config.to_dict()
   if TOKENS.value is not None:
     config['decode']['max_new_tokens'] = TOKENS.value
-  dtypes = DTYPES.value or [config['target']['dtype']]
+  dtypes = [*dict.fromkeys(DTYPES.value)] or [config['target']['dtype']]
   contexts, batches = check_sizes(config['decode']['max_new_tokens'], dtypes)
   threads = take_threads(THREADS.value)
   workspace = Workspace.look_at(folder, config)
@@ -197,18 +199,19 @@ def main(config, folder):
       }
       for row in measure(target, arms, groups, new, condition):
         rows.append({**row, 'peak_bytes': memory[row['peer']]})
-  report = {
-    'device': runs.device(),
-    'threads': threads,
-    'versions': runs.versions() | versions(peers),
-    'file': PROMPTS.value,
-    'tokens': config['decode']['max_new_tokens'],
-    'repeats': REPEATS.value,
-    'left_out': left_out,
-    'rows': rows,
-    'config': config,
-  }
-  runs.write_json(folder / 'peers.json', runs.portable(report))
+      report = {
+        'device': runs.device(),
+        'threads': threads,
+        'versions': runs.versions() | versions(peers),
+        'file': PROMPTS.value,
+        'tokens': new,
+        'repeats': REPEATS.value,
+        'left_out': left_out,
+        'rows': rows,
+        'config': config,
+      }
+      # After each condition, for the next may take long.
+      runs.write_json(folder / 'peers.json', runs.portable(report))
   whole = [row for row in rows if row['task'] == ALL]
   picture = plots.peers(folder / 'peers.png', whole)
   show(report)
@@ -219,8 +222,8 @@ def main(config, folder):
 def check_sizes(new, dtypes):
   """Contexts and batches, refused before anything is done."""
   try:
-    contexts = [int(text) for text in CONTEXTS.value] or [0]
-    batches = [int(text) for text in BATCHES.value]
+    contexts = [*dict.fromkeys(map(int, CONTEXTS.value))] or [0]
+    batches = [*dict.fromkeys(map(int, BATCHES.value))] or [1]
   except ValueError as error:
     raise ValueError(
       f'--contexts and --batches are numbers: {error}'
@@ -232,7 +235,8 @@ def check_sizes(new, dtypes):
       raise ValueError(f'{name} is {value}: at least 1')
   if new < LONGER:
     raise ValueError(
-      f'--tokens is {new}: at least {LONGER}, since the first is timed alone'
+      f'--tokens, or decode.max_new_tokens, is {new}: at least {LONGER}, since'
+      ' the first is timed alone'
     )
   if not 0 < TOP_P.value <= 1:
     raise ValueError(f'--top_p is {TOP_P.value}: above 0, and 1 at most')
@@ -244,8 +248,8 @@ def check_sizes(new, dtypes):
   for batch in batches:
     if batch > 1 and contexts == [0]:
       raise ValueError(
-        f'--batches has {batch}, and prompts as they are differ in length: give'
-        ' --contexts'
+        f'--batches has {batch}, and prompts of one batch must be as long as'
+        ' one another: give --contexts'
       )
     if COUNT.value % batch:
       raise ValueError(
@@ -416,12 +420,18 @@ def alone(workspace, dtype, prompts, threads):
   longest = max(itertools.chain(*every), key=len)
   count = workspace.config['decode']['max_new_tokens']
   if ALONE.value == OURS:
-    target, _ = cast(workspace, [], dtype)
-    ours(target, NoDrafter(), warps.Greedy(), [longest], 0, count)
+    if dtype == workspace.config['target']['dtype']:
+      target = workspace.target()
+    else:  # a copy beside the original would count too
+      place = exported(workspace.folder, 'transformers')
+      target = huggingface.load(place, dtype)
+    ours(target, NoDrafter(), warps.Greedy(), [longest], 0, count, 0)
   else:
     place, size = exported(workspace.folder, ALONE.value), len(longest) + count
     decoder = load(ALONE.value, place, dtype, threads, size + 1)
-    decoder.decode([longest], count, 0.0, 1.0, 0, **decoder.options(None, 1))
+    plainly = Condition(dtype, 0, 1, 0.0, 1.0)
+    options = decoder.options(None, plainly)
+    decoder.decode([longest], count, 0.0, 1.0, 0, **options)
   found = Path('/proc/self/status')
   if not found.exists():
     return None
@@ -437,16 +447,15 @@ def versions(peers):
   return found
 
 
-def ours(target, drafter, warp, prompts, seed, count):
-  """Continues a batch of prompts here."""
-  size = max(map(len, prompts)) + count
+def ours(target, drafter, warp, prompts, seed, count, room):
+  """Continues a batch of prompts here, in buffers of so much room at least."""
   state = generation.start(
     target,
     drafter,
     prompts,
     key=jax.random.key(seed),
     max_new_tokens=count,
-    room=benchmark.room(size),
+    room=room,
   )
   state = generation.advance(
     target,
@@ -478,7 +487,7 @@ def enter(target, ways, drafters, peers, drafts, condition):
     label = way.name if way else PLAIN
     arms[Arm(OURS, label)] = functools.partial(ours, target, drafter, warp)
     for name, decoder in peers.items():
-      options = decoder.options(way, condition.batch, drafts.get(way))
+      options = decoder.options(way, condition, drafts.get(way))
       if options is not None:
         arms[Arm(name, label)] = functools.partial(
           theirs, decoder, options, condition
@@ -486,8 +495,9 @@ def enter(target, ways, drafters, peers, drafts, condition):
   return arms
 
 
-def theirs(decoder, options, condition, prompts, seed, count):
-  """Continues a batch of prompts there."""
+def theirs(decoder, options, condition, prompts, seed, count, room):
+  """Continues a batch of prompts there, where buffers grow."""
+  del room
   t, p = condition.temperature, condition.top_p
   return Text(*decoder.decode(prompts, count, t, p, seed, **options))
 
@@ -502,103 +512,110 @@ def measure(target, arms, tasks, count, condition):
     count: new tokens of each.
     condition: to decode under.
   """
-
-  def parts(call, new):
-    return [functools.partial(call, *one, new) for one in numbered]
-
-  numbered = [
-    (group, seed)
-    for groups in tasks.values()
-    for seed, group in enumerate(groups)
+  firsts = [
+    Arm(peer, PLAIN) for peer in dict.fromkeys(arm.peer for arm in arms)
   ]
-  calls = {
-    (arm, new): parts(call, new)
-    for arm, call in arms.items()
-    for new in (1, count)
-  }
-  rooms = {
-    benchmark.room(max(map(len, group)) + count): i
-    for i, (group, _) in enumerate(numbered)
-  }
+  wanted = [*((arm, 1) for arm in firsts), *((arm, count) for arm in arms)]
+
+  def room(group):
+    # The first token's too, or its pass would read another buffer.
+    return benchmark.room(max(map(len, group)) + count)
+
+  def parts(arm, new, groups):
+    return [
+      functools.partial(arms[arm], group, seed, new, room(group))
+      for seed, group in enumerate(groups)
+    ]
+
+  # One of each room: others have no programs, and need but one of all.
+  rooms = {room(group): group for groups in tasks.values() for group in groups}
   begin = dict.fromkeys(arms, 0.0)
   title = f'{condition.label}: begin'
-  with logs.Progress(len(calls), title, unit='arms') as progress:
-    for (arm, _), own in calls.items():
+  with logs.Progress(len(wanted), title, unit='arms') as progress:
+    for arm, new in wanted:
+      groups = list(rooms.values())[: None if arm.peer == OURS else 1]
       start = time.perf_counter()
-      for i in rooms.values():
-        own[i]()
+      for call in parts(arm, new, groups):
+        call()
       begin[arm] += time.perf_counter() - start
       progress.advance()
-  total = REPEATS.value * len(numbered)
+  total = REPEATS.value * sum(map(len, tasks.values()))
   title = f'{condition.label}: decode'
-  seconds, texts = {}, {}
+  rows, whole = [], []
   with logs.Progress(total, title, unit='turns') as progress:
-    first = 0
     for task, groups in tasks.items():
-      own = {
-        name: some[first : first + len(groups)] for name, some in calls.items()
+      calls = {(arm, new): parts(arm, new, groups) for arm, new in wanted}
+      seconds, texts = timing.alternate(calls, REPEATS.value, progress.advance)
+      found = {
+        arm: {
+          'first': np.array(seconds[Arm(arm.peer, PLAIN), 1]),
+          'whole': np.array(seconds[arm, count]),
+          'texts': texts[arm, count],
+          'mismatches': None,
+        }
+        for arm in arms
       }
-      found = timing.alternate(own, REPEATS.value, progress.advance)
-      for (arm, new), taken in found[0].items():
-        seconds[task, arm, new] = np.array(taken)
-      for (arm, new), wrote in found[1].items():
-        texts[task, arm, new] = wrote
-      first += len(groups)
-  if ALL not in tasks:
-    for arm, new in calls:
-      seconds[ALL, arm, new] = sum(seconds[task, arm, new] for task in tasks)
-      texts[ALL, arm, new] = [
-        text for task in tasks for text in texts[task, arm, new]
-      ]
-    tasks = {**tasks, ALL: [*itertools.chain(*tasks.values())]}
+      if condition.temperature == 0:
+        plain = found[Arm(OURS, PLAIN)]['texts']
+        for one in found.values():
+          one['mismatches'] = mismatches(target, groups, plain, one['texts'])
+      whole.append((groups, found))
+      if len(tasks) > 1:
+        rows += rows_of(task, groups, found, condition)
+  groups = [group for groups, _ in whole for group in groups]
+  found = {arm: pooled([found[arm] for _, found in whole]) for arm in arms}
+  rows += rows_of(ALL, groups, found, condition)
   return [
-    row_of(target, task, arm, groups, seconds, texts, count, condition)
-    | {'begin_seconds': begin[arm]}
-    for task, groups in tasks.items()
-    for arm in arms
+    {**row, 'begin_seconds': begin[Arm(row['peer'], row['way'])]}
+    for row in rows
   ]
 
 
-def row_of(target, task, arm, groups, seconds, texts, count, condition):
-  """What was measured of an arm and a task."""
+def pooled(parts):
+  """What was found of all tasks, each as long as it took."""
+  one, *rest = parts
+  return {
+    key: None if start is None else sum((p[key] for p in rest), start=start)
+    for key, start in one.items()
+  }
 
-  def behind(arm):
-    taken = seconds[task, arm, count] - seconds[task, arm, 1]
+
+def rows_of(task, groups, found, condition):
+  """The rows of a task: of what is behind the first token."""
+  lengths = [len(prompt) for group in groups for prompt in group]
+  behind = {arm: one['whole'] - one['first'] for arm, one in found.items()}
+  rows = []
+  for arm, one in found.items():
+    taken, texts = behind[arm], one['texts']
     if taken.min() <= 0:
       raise RuntimeError(
-        f'{arm.peer}, {arm.way}: {count} tokens took no longer than one: the'
-        ' machine is too busy, or --tokens too few'
+        f'{arm.peer}, {arm.way}: a text took no longer than its first token:'
+        ' the machine is too busy, or --tokens too few'
       )
-    return taken
-
-  lengths = [len(prompt) for group in groups for prompt in group]
-  taken, own = behind(arm), texts[task, arm, count]
-  tokens = sum(max(map(len, text.tokens)) for text in own)
-  row: dict[str, Any] = {
-    **arm._asdict(),
-    **condition._asdict(),
-    'condition': condition.label,
-    'task': task,
-    'prompts': len(lengths),
-    'prompt_tokens': float(np.mean(lengths)),
-    'first_token_seconds': float(np.median(seconds[task, arm, 1]))
-    / len(groups),
-    'tokens_per_second': (count - 1) * len(lengths) / float(np.median(taken)),
-    'tokens_per_pass': tokens / sum(text.passes for text in own),
-    'seconds': taken.tolist(),
-  }
-  for key, peer in (('speedup', OURS), ('own_speedup', arm.peer)):
-    spread = timing.ratio(behind(Arm(peer, PLAIN)), taken)
-    row |= {
-      key: spread.median,
-      f'{key}_min': spread.min,
-      f'{key}_max': spread.max,
+    longest = [max(map(len, text.tokens)) for text in texts]
+    new = sum(len(own) - 1 for text in texts for own in text.tokens)
+    row: dict[str, Any] = {
+      **arm._asdict(),
+      **condition._asdict(),
+      'condition': condition.label,
+      'task': task,
+      'prompts': len(lengths),
+      'prompt_tokens': float(np.mean(lengths)),
+      'first_token_seconds': float(np.median(one['first'])) / len(groups),
+      'tokens_per_second': new / float(np.median(taken)),
+      'tokens_per_pass': sum(longest) / sum(text.passes for text in texts),
+      'seconds': taken.tolist(),
+      'mismatches': one['mismatches'],
     }
-  row['mismatches'] = None
-  if condition.temperature == 0:
-    plain = texts[task, Arm(OURS, PLAIN), count]
-    row['mismatches'] = mismatches(target, groups, plain, own)
-  return row
+    for key, peer in (('speedup', OURS), ('own_speedup', arm.peer)):
+      spread = timing.ratio(behind[Arm(peer, PLAIN)], taken)
+      row |= {
+        key: spread.median,
+        f'{key}_min': spread.min,
+        f'{key}_max': spread.max,
+      }
+    rows.append(row)
+  return rows
 
 
 def mismatches(target, groups, plain, own):
@@ -711,14 +728,16 @@ def spread(row, key):
 
 
 def identity(row, prompts):
-  """Whether greedy text is ours."""
+  """Whether greedy text is ours; sums in bfloat16 differ by more than ties."""
   if not row['mismatches']:
     return 'same'
   worst = max(row['mismatches'], key=lambda found: found['margin'])
-  near = worst['margin'] <= NEAR_TIE
+  said = 'tie' if worst['margin'] <= NEAR_TIE else 'NO'
+  if row['dtype'] != 'float32':
+    said = 'off'
   same = prompts - len(row['mismatches'])
   return (
-    f'{same} of {prompts} same; {"tie" if near else "NO"} at'
+    f'{same} of {prompts} same; {said} at'
     f' {worst["position"]}, {worst["margin"]:.1g}'
   )
 

@@ -212,6 +212,12 @@ def test_a_planted_fault_fails(parts):
 
 @pytest.mark.slow
 def test_accept_noise_keyed_by_position_fails_under_block_verification():
+  """The least of the faults: one in a hundred by TV, in tables that favour it.
+
+  Behind the transformers of `planted_test` it is a third of that, which takes
+  millions of tokens to see.
+  """
+
   def block(by_position):
     drafter = ModelDrafter(Markov(DRAFT), 3)
     rule = Block(by_position)

@@ -151,7 +151,8 @@ def test_shards_bfloat16_and_padding(tmp_path):
   assert narrow.embedding.dtype == narrow.layers[0].qkv.dtype == jnp.bfloat16
   assert narrow.norm.dtype == jnp.float32
   huggingface.save(ours, tmp_path / 'padded', tokenizers.Bytes(), 80)
-  assert huggingface.read_config(tmp_path / 'padded').vocab_size == 80
+  found = huggingface.read_config(tmp_path / 'padded')
+  assert found.vocab_size == 80 and found.positions == 256
   with pytest.raises(ValueError, match='has 81 ids and the model 80'):
     huggingface.load(tmp_path / 'parts', vocab_size=81)
 

@@ -83,6 +83,11 @@ def test_a_checkpoint_gives_the_logits_of_run_c(tied, kv_heads, tmp_path):
   assert np.abs(found - logits(unpaired, TOKENS, 24, 4, kv_heads, 2)).max() > 1
 
 
+def test_it_is_for_texts_of_its_length(tmp_path):
+  llama2c_files.checkpoint(tmp_path / 'model.bin', seq_len=24)
+  assert llama2c.load(tmp_path / 'model.bin').positions == 24
+
+
 def test_weights_may_be_bfloat16(tmp_path):
   llama2c_files.checkpoint(tmp_path / 'model.bin')
   half = llama2c.load(tmp_path / 'model.bin', 'bfloat16')

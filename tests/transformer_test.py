@@ -401,6 +401,18 @@ def test_a_row_of_a_batch_is_that_row_alone():
       np.testing.assert_allclose(features[row, : lengths[i]], alone[i], **CLOSE)
 
 
+def test_a_cast_model_is_one_of_that_dtype():
+  whole, halved = toys.transformer(), toys.transformer(dtype='bfloat16')
+  cast = whole.cast('bfloat16')
+  assert cast.config == halved.config
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
+    jax.tree.leaves(cast),
+    jax.tree.leaves(halved),
+  )
+  assert jax.tree.leaves(cast)[0] is not jax.tree.leaves(whole)[0]
+
+
 def test_bfloat16_weights_and_caches_but_float32_sums():
   model = toys.transformer(dtype='bfloat16', tied=False)
   for layer in model.layers:

@@ -35,24 +35,31 @@ class Decoder:
     )
     self._models = {}
 
-  def options(self, way, batch, folder=None):
+  def options(self, way, condition, folder=None):
     """What `decode` needs to draft in a way of ours.
 
     Args:
       way: a `contest.Way`; None is plain decoding.
-      batch: prompts at once; the bindings take one.
+      condition: to decode under; the bindings take one prompt, and cut the
+        law before they divide by the temperature.
       folder: of its draft model; the bindings take none.
 
     Returns:
       Keyword arguments of `decode`; None if the bindings have no such way.
     """
-    if batch > 1 or (way is not None and way.kind != 'ngram'):
+    other_law = condition.top_p < 1 and condition.temperature != 1
+    if condition.batch > 1 or other_law:
+      return None
+    if way is not None and way.kind != 'ngram':
       return None
     if way not in self._models:
       lookup = way and LlamaPromptLookupDecoding(
         drafters.find('ngram').NGram(way.k).n, way.k
       )
-      self._models[way] = self._open(draft_model=lookup)
+      # Behind a draft it keeps all logits, and has room for them only if told.
+      self._models[way] = self._open(
+        draft_model=lookup, logits_all=lookup is not None
+      )
     return {'model': self._models[way]}
 
   def versions(self):

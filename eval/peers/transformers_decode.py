@@ -28,12 +28,12 @@ class Decoder:
     last = self._target.model.layers[-1]
     last.register_forward_hook(self._count)
 
-  def options(self, way, batch, folder=None):
+  def options(self, way, condition, folder=None):
     """What `decode` needs to draft in a way of ours.
 
     Args:
       way: a `contest.Way`; None is plain decoding.
-      batch: prompts at once; it drafts for one alone.
+      condition: to decode under; it drafts for one prompt at a time.
       folder: of its draft model, if it has one.
 
     Returns:
@@ -41,7 +41,7 @@ class Decoder:
     """
     if way is None:
       return {}
-    if batch > 1:
+    if condition.batch > 1:
       return None
     if way.kind == 'ngram':
       size = drafters.find('ngram').NGram(way.k).n
