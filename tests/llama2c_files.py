@@ -7,7 +7,7 @@ import numpy as np
 SIZES = {'dim': 24, 'hidden': 20, 'layers': 2, 'heads': 4, 'kv_heads': 2}
 
 
-def checkpoint(path, vocab_size=300, seq_len=16, tied=True, seed=0, **changes):
+def checkpoint(path, vocab_size=300, seq_len=128, tied=True, seed=0, **changes):
   """A random model; returns its weights by the names of `run.c`."""
   c = {**SIZES, **changes}
   d, f, n = c['dim'], c['hidden'], c['layers']
