@@ -314,8 +314,12 @@ def test_sizes_stand_in_order_and_the_fastest_is_named(tmp_path, figure):
 
 def test_a_way_stands_beside_that_of_others(tmp_path, figure):
   PICTURES['peers'](tmp_path / 'x.png')
-  greedy, sampled = figure().axes
-  assert [panel.get_title() for panel in figure().axes] == ['T = 0', 'T = 1']
+  greedy, sampled, _ = figure().axes
+  assert [panel.get_title() for panel in figure().axes] == [
+    'T = 0, batch 1',
+    'T = 1, batch 1',
+    'T = 1, batch 4',
+  ]
   assert [t.get_text() for t in greedy.get_yticklabels()] == [
     'plain',
     'plain',
