@@ -188,7 +188,7 @@ def test_the_model_s_memory_describes_what_was_committed(cls):
   rng, parts = np.random.default_rng(0), mixture(8, n=4, least=2)
   drafter = cls(parts.lookup, parts.model)
   seen, wrong = set(), 0
-  for seed in range(6):
+  for seed in range(24):
     state = generation.start(
       TARGET, drafter, PROMPTS, key=jax.random.key(seed), max_new_tokens=60
     )
