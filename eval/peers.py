@@ -163,10 +163,10 @@ def main(config, folder):
   if TOKENS.value is not None:
     config['decode']['max_new_tokens'] = TOKENS.value
   dtypes = [*dict.fromkeys(DTYPES.value)] or [config['target']['dtype']]
-  contexts, batches = check_sizes(config['decode']['max_new_tokens'], dtypes)
+  new = config['decode']['max_new_tokens']
+  contexts, batches = check_sizes(new, dtypes)
   threads = take_threads(THREADS.value)
   workspace = Workspace.look_at(folder, config)
-  new = config['decode']['max_new_tokens']
   ways = [contest.parse(text, config['decode']['k']) for text in ARMS.value]
   contest.require(workspace, ways)
   prompts = {size: read_prompts(workspace, size) for size in contexts}
@@ -194,7 +194,7 @@ def main(config, folder):
       condition = Condition(dtype, context, batch, t, top_p)
       arms = enter(target, ways, drafters[t], peers, drafts, condition)
       groups = {
-        task: [own[i : i + batch] for i in range(0, len(own), batch)]
+        task: sweep.groups(own, batch, len(own))
         for task, own in prompts[context].items()
       }
       for row in measure(target, arms, groups, new, condition):
@@ -221,16 +221,12 @@ def main(config, folder):
 
 def check_sizes(new, dtypes):
   """Contexts and batches, refused before anything is done."""
-  try:
-    contexts = [*dict.fromkeys(map(int, CONTEXTS.value))] or [0]
-    batches = [*dict.fromkeys(map(int, BATCHES.value))] or [1]
-  except ValueError as error:
-    raise ValueError(
-      f'--contexts and --batches are numbers: {error}'
-    ) from error
-  counts = {'--count': COUNT.value, '--repeats': REPEATS.value}
-  counts |= {'--batches': min(batches)}
-  for name, value in counts.items():
+  contexts = [0]
+  if CONTEXTS.value:
+    found = experiment.numbers('--contexts', CONTEXTS.value)
+    contexts = [*dict.fromkeys(found)]
+  batches = [*dict.fromkeys(experiment.numbers('--batches', BATCHES.value))]
+  for name, value in (('--count', COUNT.value), ('--repeats', REPEATS.value)):
     if value < 1:
       raise ValueError(f'{name} is {value}: at least 1')
   if new < LONGER:
@@ -621,24 +617,24 @@ def rows_of(task, groups, found, condition):
 def mismatches(target, groups, plain, own):
   """Where greedy text leaves ours; positions are of new tokens, from 0."""
   prompts = [*itertools.chain(*groups)]
-  texts = [
-    [*itertools.chain(*(text.tokens for text in arm))] for arm in (plain, own)
-  ]
-  found = []
-  for number, (prompt, *pair) in enumerate(zip(prompts, *texts, strict=True)):
-    results = [
+
+  def results(texts):
+    new = itertools.chain(*(text.tokens for text in texts))
+    return [
       generation.Result(
         np.array([[*prompt, *tokens]], np.int32),
         np.array([len(prompt) + len(tokens)]),
         np.array([len(prompt)]),
         None,
       )
-      for tokens in pair
+      for prompt, tokens in zip(prompts, new, strict=True)
     ]
-    for row in sweep.mismatches(target, [results[0]], [results[1]]):
-      position = row['position'] - len(prompt)
-      found.append({**row, 'prompt': number, 'position': position})
-  return found
+
+  found = sweep.mismatches(target, results(plain), results(own))
+  return [
+    {**one, 'position': one['position'] - len(prompts[one['prompt']])}
+    for one in found
+  ]
 
 
 def show(report):
