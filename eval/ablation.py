@@ -25,12 +25,9 @@ import sys
 import time
 
 import jax
-import rich.box
-import rich.console
-import rich.table
 from absl import flags
 
-from specjax import experiment, files, logs, recipes, runs
+from specjax import experiment, files, logs, printing, recipes, runs
 from specjax.ablation import (
   axes,
   findings,
@@ -269,21 +266,13 @@ def compare(workspace, target, group):
 def show(workspace, result):
   """Prints the table, and writes all there is to say."""
   columns, cells = result.table()
-  console = rich.console.Console(highlight=False)
-  # What is cut off cannot be read: a narrow terminal wraps the lines instead.
   widths = (
     max(map(len, column)) for column in zip(columns, *cells, strict=True)
   )
-  console.width = max(console.width, sum(width + 3 for width in widths))
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD,
-    pad_edge=False,
-    padding=(0, 1, 0, 0),
-    title='on held-out text that the target wrote',
-    title_justify='left',
+  console = printing.console(sum(width + 3 for width in widths))
+  table = printing.table(
+    numbers=columns, title='on held-out text that the target wrote'
   )
-  for column in columns:
-    table.add_column(column, justify='right', no_wrap=True)
   for i, row in enumerate(cells):
     table.add_row(*row, style='bold' if i == result.best else None)
   console.print(table)

@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import rich.box
-import rich.console
-import rich.table
-
-from specjax import runs
+from specjax import printing, runs
 from specjax.workspace import TARGET
 
 # What a row is a row of, and what a report is of, as far as its kind says it.
@@ -95,14 +91,7 @@ def compare(before, now):
     Whether any is slower, or was not measured again.
   """
   before = {key(row): row for row in before}
-  console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 96)
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  table.add_column('way', no_wrap=True)
-  for column in ('it was', 'it is', 'tokens/round', ''):
-    table.add_column(column, justify='right', no_wrap=True)
+  table = printing.table('way', numbers=('it was', 'it is', 'tokens/round', ''))
   slower = []
   rows = [row for row in now if key(row) in before]
   for row in rows:
@@ -113,8 +102,9 @@ def compare(before, now):
     if lost:
       slower.append(row)
     counts = (f'{x["tokens_per_round"]:.2f}' for x in (old, row))
-    table.add_row(name(row), gain(old), gain(row), ' -> '.join(counts), said)
-  console.print(table)
+    gains = printing.gain(old), printing.gain(row)
+    table.add_row(name(row), *gains, ' -> '.join(counts), said)
+  printing.console(96).print(table)
   missing = len(before) - len(rows)
   also = f'; {missing} that were measured then are MISSING' if missing else ''
   print(f'{len(slower)} of {len(rows)} ways are slower than they were{also}')
@@ -125,9 +115,3 @@ def name(row):
   """What a row is of, in words."""
   spelt = {'k': 'K = {}', 'batch': 'batch {}', 'temperature': 'T = {:g}'}
   return ', '.join(spelt.get(k, '{}').format(value) for k, value in key(row))
-
-
-def gain(row):
-  """A speedup and its range."""
-  low, high = row['speedup_min'], row['speedup_max']
-  return rf'{row["speedup"]:.2f}x \[{low:.2f}–{high:.2f}]'

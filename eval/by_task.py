@@ -2,11 +2,16 @@
 
 import itertools
 
-import rich.box
-import rich.console
-import rich.table
-
-from specjax import benchmark, certify, contest, plots, prompts, runs, verify
+from specjax import (
+  benchmark,
+  certify,
+  contest,
+  plots,
+  printing,
+  prompts,
+  runs,
+  verify,
+)
 
 OUTPUT, ROWS = 'tasks.json', 'rows'
 
@@ -69,23 +74,16 @@ def show(report):
   """Prints a table for each temperature."""
   rows = report['rows']
   tokens = report['config']['decode']['max_new_tokens']
-  console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 96)
+  console = printing.console(96)
   ordered = sorted(rows, key=lambda row: row['temperature'])  # a stable sort
   for t, some in itertools.groupby(ordered, lambda row: row['temperature']):
     console.print(
       f'\nT = {t:g}, batch 1, {tokens} tokens behind each prompt,'
       ' whatever ends there'
     )
-    table = rich.table.Table(
-      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    table.add_column('task', no_wrap=True)
-    for column in ('prompts', 'of tokens'):
-      table.add_column(column, justify='right')
-    table.add_column('drafter', no_wrap=True)
-    for column in ('accepted', 'tokens/round', r'speedup \[min–max]'):
-      table.add_column(column, justify='right', no_wrap=True)
+    table = printing.table('task', numbers=('prompts', 'of tokens'))
+    printing.add(table, 'drafter', justify='left')
+    printing.add(table, 'accepted', 'tokens/round', 'speedup [min–max]')
     for task, own in itertools.groupby(some, lambda row: row['task']):
       own = list(own)
       best = max(row['speedup'] for row in own)
@@ -97,8 +95,7 @@ def show(report):
           row['drafter'],
           '' if rate is None else f'{rate:.1%}',
           f'{row["tokens_per_round"]:.2f}',
-          f'{row["speedup"]:.2f}x'
-          rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+          printing.gain(row),
           style='bold' if row['speedup'] == best else None,
           end_section=i + 1 == len(own),
         )

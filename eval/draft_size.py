@@ -12,14 +12,12 @@ interruption, and said once more it only measures again.
 """
 
 import jax
-import rich.box
-import rich.console
-import rich.table
 
 from specjax import (
   experiment,
   logs,
   plots,
+  printing,
   recipes,
   runs,
   settings,
@@ -175,19 +173,14 @@ def parameters(model) -> int:
 
 def show(report):
   """Prints the table, and what it comes to."""
-  console = rich.console.Console(highlight=False)
+  console = printing.console(96)
   console.print(
     f'\nT = {report["temperature"]:g}, batch {report["batch"]}; the target has'
     f' {report["target_parameters"]:,} parameters, its embedding counted'
   )
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  for column in ('draft', 'parameters', 'share', 'α', 'c', 'K'):
-    table.add_column(column, justify='right')
-  table.add_column('speedup [min–max]', justify='right', no_wrap=True)
-  table.add_column('predicted', justify='right', no_wrap=True)
-  table.add_column(f'K = {report["longest_k"]}', justify='right')
+  numbers = 'draft', 'parameters', 'share', 'α', 'c', 'K', 'speedup [min–max]'
+  longest = f'K = {report["longest_k"]}'
+  table = printing.table(numbers=(*numbers, 'predicted', longest))
   best = max(report['sizes'], key=lambda row: row['speedup'])
   for row in report['sizes']:
     table.add_row(
@@ -197,8 +190,7 @@ def show(report):
       f'{row["acceptance"]:.3f}',
       f'{row["draft_cost_ratio"]:.3f}',
       f'{row["k"]}',
-      f'{row["speedup"]:.2f}x'
-      rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+      printing.gain(row),
       f'{row["predicted_speedup"]:.2f}x, K = {row["predicted_k"]}',
       f'{row["speedup_at_longest"]:.2f}x',
       style='bold' if row is best else None,

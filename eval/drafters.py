@@ -19,9 +19,6 @@ import time
 from typing import NamedTuple
 
 import jax
-import rich.box
-import rich.console
-import rich.table
 from absl import flags
 
 from specjax import (
@@ -31,6 +28,7 @@ from specjax import (
   logs,
   plots,
   pricing,
+  printing,
   proposers,
   runs,
   sweep,
@@ -374,8 +372,7 @@ def margin(row):
 
 def show(report):
   """Prints a table for each target, temperature and batch."""
-  console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 120)  # of the widest table
+  console = printing.console(120)  # of the widest table
   verdicts = {
     (row['beta'], row['drafter'], row['rule']): row['verdict']
     for row in report['certificates']
@@ -391,20 +388,9 @@ def show(report):
     console.print(
       f'\n{law}T = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s'
     )
-    table = new_table('drafter', 'rule')
-    for column in (
-      'nodes',
-      'α',
-      'tokens/round',
-      'draft',
-      'c',
-      'speedup [min–max]',
-      *(['greedy'] if t == 0 else []),
-      'certificate',
-    ):
-      table.add_column(
-        column.replace('[', r'\['), justify='right', no_wrap=True
-      )
+    numbers = 'nodes', 'α', 'tokens/round', 'draft', 'c', 'speedup [min–max]'
+    numbers += ('greedy', 'certificate') if t == 0 else ('certificate',)
+    table = printing.table('drafter', 'rule', numbers=numbers)
     best = max(row['speedup'] for row in rows)
     for row in rows:
       verdict = verdicts.get((beta, row['drafter'], row['rule']), '')
@@ -417,8 +403,7 @@ def show(report):
         f'{row["tokens_per_round"]:.2f}',
         f'{row["draft_cost"]:.3f}',
         '' if row['tree'] else f'{row["draft_cost"] / row["nodes"]:.3f}',
-        f'{row["speedup"]:.2f}x'
-        rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+        printing.gain(row),
         *([identity(row)] if t == 0 else []),
         'LOSSY' if lossy else verdict,
         style='bold' if row['speedup'] == best else None,
@@ -450,9 +435,8 @@ def show_pairs(console, pairs):
   if not pairs:
     return
   console.print('\nat as many scored nodes, tokens per round and time')
-  table = new_table('', 'rule', 'against', 'rule')
-  for column in ('nodes', 'T', 'batch', 'tokens/round', 'faster'):
-    table.add_column(column, justify='right', no_wrap=True)
+  numbers = 'nodes', 'T', 'batch', 'tokens/round', 'faster'
+  table = printing.table('', 'rule', 'against', 'rule', numbers=numbers)
   for row in pairs:
     one, other, faster = row['arm'], row['against'], row['faster']
     table.add_row(
@@ -464,20 +448,9 @@ def show_pairs(console, pairs):
       f'{row["temperature"]:g}',
       f'{row["batch"]}',
       ' : '.join(f'{tokens:.2f}' for tokens in row['tokens_per_round']),
-      f'{faster["median"]:.2f}x'
-      rf' \[{faster["min"]:.2f}–{faster["max"]:.2f}]',
+      printing.spread(faster['median'], faster['min'], faster['max']),
     )
   console.print(table)
-
-
-def new_table(*columns):
-  """A table whose first columns are text."""
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  for column in columns:
-    table.add_column(column, no_wrap=True)
-  return table
 
 
 def identity(row):

@@ -13,9 +13,6 @@ import dataclasses
 import time
 
 import jax
-import rich.box
-import rich.console
-import rich.table
 from absl import flags
 from flax import nnx
 
@@ -25,6 +22,7 @@ from specjax import (
   experiment,
   metrics,
   plots,
+  printing,
   proposers,
   runs,
   verify,
@@ -209,14 +207,9 @@ def in_bfloat16(target):
 
 def show(report):
   """Prints the tests, what they can see, and what does not decide."""
-  console = rich.console.Console(highlight=False)
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  table.add_column('test')
+  table = printing.table('test')
   for arm in tiers.ARMS:
-    for column in (arm, 'p-value', 'fails at'):
-      table.add_column(column, justify='right')
+    printing.add(table, arm, 'p-value', 'fails at')
   both = ([t for t in report['tests'] if t['arm'] == a] for a in tiers.ARMS)
   for pair in zip(*both, strict=True):
     cells = [pair[0]['name']]
@@ -232,7 +225,7 @@ def show(report):
     f'{report["tokens"]:,} tokens of either arm against the exact law;'
     f' {report["tokens_per_round"]:.2f} tokens per round'
   )
-  console.print(table)
+  printing.console(96).print(table)
   print(power(report))
   print(moved(report))
   if report['tables']:

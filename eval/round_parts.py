@@ -2,11 +2,7 @@
 
 import shutil
 
-import rich.box
-import rich.console
-import rich.table
-
-from specjax import contest, profiling, runs, verify, warps
+from specjax import contest, printing, profiling, runs, verify, warps
 from specjax.drafters.none import NoDrafter
 
 OUTPUT, TRACE = 'profile.json', 'profile'
@@ -61,22 +57,17 @@ def measure(workspace, ways, top_p):
 
 def show(report):
   """Prints a table: a row for each part, a pair of columns for each way."""
-  console = rich.console.Console(highlight=False)
   rounds = report['rounds']
-  console.width = max(console.width, 16 + 24 * len(rounds))
+  console = printing.console(16 + 24 * len(rounds))
   console.print(
     f'\na round at batch {report["batch"]}, for texts of'
     f' {report["context"]} tokens, T ='
     f' {report["config"]["decode"]["temperature"]:g}, top-p'
     f' {report["top_p"]:g}: ms and share of it, and the floor in ms'
   )
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  table.add_column('', no_wrap=True)
+  table = printing.table('')
   for name in rounds:
-    table.add_column(name, justify='right', no_wrap=True)
-    table.add_column('floor', justify='right', no_wrap=True)
+    printing.add(table, name, 'floor')
   for part in (*profiling.PARTS, profiling.REST, profiling.ROUND):
     cells = []
     for found in rounds.values():

@@ -38,9 +38,6 @@ from pathlib import Path
 
 import baseline
 import by_task
-import rich.box
-import rich.console
-import rich.table
 import round_parts
 from absl import flags
 
@@ -54,6 +51,7 @@ from specjax import (
   metrics,
   plots,
   pricing,
+  printing,
   runs,
   sweep,
   timing,
@@ -322,8 +320,7 @@ def draw(workspace, draft, report):
 
 def show(report):
   """Prints a table for each temperature and batch, and what they come to."""
-  console = rich.console.Console(highlight=False)
-  console.width = max(console.width, 96)  # of the second table
+  console = printing.console(96)  # of the second table
   for (t, batch), rows in itertools.groupby(
     report['sweep'], lambda row: (row['temperature'], row['batch'])
   ):
@@ -333,15 +330,11 @@ def show(report):
       f'\nT = {t:g}, batch {batch}: plain decoding {plain:,.0f} tokens/s;'
       f' {percent(rows[0]["repetition"])} of the 4-grams are repeated'
     )
-    table = rich.table.Table(
-      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for column in ('drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'):
-      table.add_column(column, justify='right')
-    table.add_column('speedup [min–max]', justify='right', no_wrap=True)
+    numbers = 'drafter', 'K', 'tokens/round', 'accepted', 'tokens/s'
+    table = printing.table(numbers=(*numbers, 'speedup [min–max]'))
     controlled = [row for row in rows if 'modelled_speedup' in row]
     if controlled:
-      table.add_column('modelled', justify='right')
+      printing.add(table, 'modelled')
     for row in rows:
       rate, modelled = row['acceptance_rate'], row.get('modelled_speedup')
       best = all(
@@ -354,8 +347,7 @@ def show(report):
         f'{row["tokens_per_round"]:.2f}',
         '' if rate is None else f'{rate:.1%}',
         f'{row["tokens_per_second"]:,.0f}',
-        f'{row["speedup"]:.2f}x'
-        rf' \[{row["speedup_min"]:.2f}–{row["speedup_max"]:.2f}]',
+        printing.gain(row),
         *([f'{modelled:.2f}x' if modelled else ''] if controlled else []),
         style='bold' if best else None,
       )
@@ -413,34 +405,18 @@ def explain(console, rows):
     console: to print to.
     rows: of the draft at one temperature and batch size.
   """
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD,
-    pad_edge=False,
-    padding=(0, 1, 0, 0),
+  numbers = 'K', 'predicted [95 %]', 'in all', 'tokens', 'time', 'i.i.d.', 'v=1'
+  table = printing.table(
+    numbers=(*numbers, 'round', 'host', 'draft', 'verify', 'loop'),
     title='predicted; too high by, in all = tokens × time; ms of a round',
-    title_justify='left',
   )
-  for column in (
-    'K',
-    r'predicted \[95 %]',
-    'in all',
-    'tokens',
-    'time',
-    'i.i.d.',
-    'v=1',
-    'round',
-    'host',
-    'draft',
-    'verify',
-    'loop',
-  ):
-    table.add_column(column, justify='right', no_wrap=True)
   for row in rows:
     parts = row['round_parts']
     table.add_row(
       f'{row["k"]}',
-      f'{row["predicted_speedup"]:.2f}'
-      rf' \[{row["predicted_min"]:.2f}–{row["predicted_max"]:.2f}]',
+      printing.spread(
+        *(row[f'predicted_{key}'] for key in ('speedup', 'min', 'max')), unit=''
+      ),
       *(f'{row[off]:+.0%}' for off in ('off', 'off_by_tokens', 'off_by_time')),
       *(f'{row[by]:.2f}' for by in ('iid_speedup', 'classical_speedup')),
       f'{1e3 * row["round_seconds"]:.1f}',
