@@ -60,7 +60,7 @@ def main(config, folder):
   call, operations = ours(config, target, drafter, tokens.astype(np.int32))
   arms = {'specjax': call}
   if importlib.util.find_spec('torch'):
-    from peers import torch_distill
+    import torch_distill
 
     weights = distill.objective(config['loss']['kl_weight'])
     arms['PyTorch eager'] = torch_distill.training(

@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from specjax.tokenizers import Tokenizer
@@ -90,6 +90,29 @@ def encode(text: str, tokenizer: Tokenizer) -> list[int]:
   if tokenizer.template:
     return tokenizer.chat([{'role': 'user', 'content': text}])
   return tokenizer.start + tokenizer.encode(text)
+
+
+def cut(
+  texts: Iterable[Sequence[int]], count: int, length: int, where: str
+) -> list[list[int]]:
+  """Prompts of one length, cut from texts as if these were one.
+
+  Args:
+    texts: token ids of each, of any lengths.
+    count: prompts.
+    length: tokens of each.
+    where: the texts are from, for the message.
+
+  Raises:
+    ValueError: the texts have fewer tokens.
+  """
+  tokens = [token for text in texts for token in text]
+  if len(tokens) < count * length:
+    raise ValueError(
+      f'{where} has {len(tokens)} tokens, too few for {count} prompts of'
+      f' {length}'
+    )
+  return [tokens[i * length : (i + 1) * length] for i in range(count)]
 
 
 def _parse(line: str, where: str, path: pathlib.Path) -> Prompt:

@@ -96,3 +96,12 @@ def test_a_question_is_a_chat_where_there_is_a_template():
   begun = hf_files.tokenizer(template=None, start='<|im_start|>')
   assert prompts.encode('x', begun) == begun.start + begun.encode('x')
   assert prompts.encode('ab', tokenizers.Bytes()) == [97, 98]
+
+
+def test_prompts_of_one_length_are_cut_across_texts():
+  texts = [[1, 2], [3], [], [4, 5, 6, 7]]
+  assert prompts.cut(iter(texts), 2, 3, 'it') == [[1, 2, 3], [4, 5, 6]]
+  with pytest.raises(
+    ValueError, match='it has 7 tokens, too few for 2 prompts'
+  ):
+    prompts.cut(texts, 2, 4, 'it')

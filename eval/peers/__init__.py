@@ -1,1 +1,0 @@
-"""What users would pick instead, for comparisons; needs the extra `peers`."""
