@@ -96,6 +96,13 @@ def get_config(variant: str = '') -> config_dict.ConfigDict:
   ablation.timed_prompts = 0  # to time each draft on; eval/speedup.py does one
   ablation.repeats = 3  # of these timings
 
+  # Devices by axis: rows are divided over data and fsdp, parameters over fsdp
+  # and tensor; see specjax/sharding.py.
+  config.mesh = mesh = config_dict.ConfigDict()
+  mesh.data = 1  # 0: all devices that the other axes leave
+  mesh.fsdp = 1
+  mesh.tensor = 1
+
   config.validation = validation = config_dict.ConfigDict()
   validation.sequences = 64  # that the target writes, on held-out prompts
   validation.prompt_length = 32

@@ -47,6 +47,7 @@ from specjax import (
   corpora,
   draft_length,
   experiment,
+  footprint,
   logs,
   metrics,
   plots,
@@ -150,6 +151,9 @@ def measure(workspace: Workspace, draft: str):
   rule = verify.find(decode['verify'])
   target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
+  size = decode['prompt_length'] + new
+  longest = drafter.at(max(c['ks']))
+  print(f'batch {largest}: {footprint.plan(target, longest, largest, size)}')
   count = max(c['prompts'], largest)
   wanted = max(c['others'], largest)
   controllers = c['controllers']

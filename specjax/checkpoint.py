@@ -20,7 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
+
+from specjax import sharding
 
 Path = pathlib.Path
 
@@ -32,6 +35,10 @@ class Checkpoints:
   the choice is made here. A checkpoint appears under its name in one rename
   when all of it is on disk, and others are removed only after that: a kill at
   any moment leaves the previous one loadable.
+
+  Of many processes each writes the parts of arrays that it has, and all of them
+  must make the same calls; they see one folder. An array may be read back onto
+  another mesh.
   """
 
   def __init__(self, directory: str | Path):
@@ -112,9 +119,7 @@ class Checkpoints:
     self.wait()
     if step in self.steps():
       return
-    for kind in ('orbax-checkpoint-tmp', 'deleted'):
-      for rest in self.directory.glob(f'*.{kind}'):
-        shutil.rmtree(rest)  # of a save that was killed
+    sharding.by_first(self._clear, f'clearing {self.directory}')
     flat = {name: _flatten(item)[0] for name, item in items.items()}
     record = {
       'meta': dict(meta or {}),
@@ -139,11 +144,7 @@ class Checkpoints:
     (step, response), self._writing = self._writing, None
     with self._failing(step):
       response.result()
-    for old in set(self.steps()) - {self.latest(), self.best()}:
-      # Renamed first: half of a deleted checkpoint must not look like one.
-      gone = self.directory / f'{old}.deleted'
-      (self.directory / str(old)).rename(gone)
-      shutil.rmtree(gone)
+    sharding.by_first(self._thin, f'thinning {self.directory}')
 
   def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Loads the named items of a step.
@@ -180,6 +181,18 @@ class Checkpoints:
       name: jax.tree.unflatten(tree, [loaded[name][k] for k in flat[name]])
       for name, tree in trees.items()
     }
+
+  def _clear(self) -> None:
+    for kind in ('orbax-checkpoint-tmp', 'deleted'):
+      for rest in self.directory.glob(f'*.{kind}'):
+        shutil.rmtree(rest)  # of a save that was killed
+
+  def _thin(self) -> None:
+    for old in set(self.steps()) - {self.latest(), self.best()}:
+      # Renamed first: half of a deleted checkpoint must not look like one.
+      gone = self.directory / f'{old}.deleted'
+      (self.directory / str(old)).rename(gone)
+      shutil.rmtree(gone)
 
   @contextlib.contextmanager
   def _failing(self, step: int) -> Iterator[None]:
@@ -229,6 +242,7 @@ def load_model(
   directory: str | Path,
   build: Callable[[dict[str, Any]], Any],
   step: int | None = None,
+  mesh: Mesh | None = None,
 ) -> Any:
   """Rebuilds a model from its folder alone.
 
@@ -240,6 +254,7 @@ def load_model(
     build: makes the model from its configuration; only traced, so it costs no
       memory.
     step: which checkpoint, the best where None.
+    mesh: where it shall lie; see `sharding.placed`.
 
   Returns:
     The model.
@@ -256,6 +271,7 @@ def load_model(
   if 'model' not in meta:
     raise ValueError(f'{directory}/{step} does not say what model it holds')
   like = jax.eval_shape(lambda: build(meta['model']))
+  like = sharding.described(like, mesh)
   return checkpoints.restore(step, {'model': like})['model']
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from specjax import files
+from specjax import files, sharding
 from specjax.corpora import Corpus
 from specjax.tokenizers import Tokenizer
 from specjax.types import Batch
@@ -132,38 +134,62 @@ class Batches:
   next.
   """
 
-  def __init__(self, windows: Sequence[Batch], batch_size: int, seed: int):
-    """Takes a source of rows `[T]`, such as `Windows`."""
+  def __init__(
+    self,
+    windows: Sequence[Batch],
+    batch_size: int,
+    seed: int,
+    mesh: Mesh | None = None,
+  ):
+    """Takes a source of rows `[T]`, such as `Windows`, and where they go."""
     self._rows, self._size = Rows(windows, seed), batch_size
+    self._mesh = mesh
 
   def __getitem__(self, index: int) -> Batch:
     """Batch `index`, counted from 0 over all epochs: arrays `[B, T]`."""
     start = index * self._size
-    return stack([self._rows[i] for i in range(start, start + self._size)])
+    places = [(self._rows, i) for i in range(start, start + self._size)]
+    return sharding.batch(Picked(places), self._mesh)
 
 
-def stack(rows: Sequence[Batch]) -> Batch:
-  """Rows `[T]` as a batch `[B, T]`."""
-  return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+class Picked(Sequence[Batch]):
+  """Rows of several sources, each read when it is asked for."""
+
+  def __init__(self, places: Sequence[tuple[Any, int]]):
+    """Takes sources, and the number of the row in each."""
+    self._places = places
+
+  def __len__(self) -> int:
+    """Number of rows."""
+    return len(self._places)
+
+  def __getitem__(self, index: int) -> Batch:
+    """Row `index`: arrays `[T]`."""
+    source, number = self._places[index]
+    return source[number]
 
 
-def in_order(windows: Sequence[Batch], batch_size: int) -> Iterator[Batch]:
+def in_order(
+  windows: Sequence[Batch], batch_size: int, mesh: Mesh | None = None
+) -> Iterator[Batch]:
   """Goes once through the windows, for evaluation.
 
   Args:
     windows: a source of rows `[T]`.
-    batch_size: `B`.
+    batch_size: `B`, or a little more where a mesh divides the rows.
+    mesh: where they go.
 
   Yields:
     Batches `[B, T]`, all of one shape: the last is filled up with rows of
     padding, which have weight 0 throughout.
   """
+  batch_size = sharding.whole_parts(batch_size, mesh)
   for start in range(0, len(windows), batch_size):
     stop = min(start + batch_size, len(windows))
     rows = [windows[i] for i in range(start, stop)]
     blank = jax.tree.map(np.zeros_like, rows[0])
     rows += [blank] * (batch_size - len(rows))
-    yield stack(rows)
+    yield sharding.batch(rows, mesh)
 
 
 def pad(

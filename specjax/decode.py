@@ -256,8 +256,8 @@ def advance(
   """Rounds until every row is done, or `max_rounds`; `step`'s arguments.
 
   Call it under `jax.jit`, the rule as a pytree, again and again with the state
-  donated, to stream. Over several devices call it under `jax.shard_map` by
-  rows: each then has a loop of its own and waits for no other.
+  donated, to stream. Over several devices call it under `sharding.over_rows`,
+  as `generation` does: each then has a loop of its own, and waits for no other.
   """
 
   def going(carry):

@@ -46,6 +46,7 @@ def app(
   main: Callable[[config_dict.ConfigDict, Path], Any],
   default: str | None = None,
   resumable: bool = False,
+  distributed: bool = False,
 ) -> NoReturn:
   """Runs a script.
 
@@ -59,6 +60,8 @@ def app(
     default: the page to use, such as 'configs/stdlib.py'; None for scripts that
       look at a run that exists.
     resumable: whether the same command goes on after an interruption.
+    distributed: whether several processes may run it together, with
+      `--distributed`; only the first then prints.
   """
   flags.DEFINE_string(
     'config',
@@ -69,6 +72,15 @@ def app(
   flags.DEFINE_string(
     'workdir', None, 'run folder (default: named by the page)'
   )
+  if distributed:
+    flags.DEFINE_string(
+      'distributed',
+      None,
+      'that this is one of several processes, all started with this command:'
+      ' auto (TPU pods, SLURM, Open MPI and Kubernetes tell which), or'
+      " HOST:PORT,COUNT,NUMBER with process 0's address, how many there are and"
+      ' which this is; they see one run folder',
+    )
   # A drafter or a rule of one's own is looked for where one stands.
   sys.path.append(os.getcwd())
   rest, overrides = split(sys.argv)
@@ -91,6 +103,8 @@ def app(
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
       config = override(load(source), overrides)
+      if distributed and flags.FLAGS.distributed:
+        _join(flags.FLAGS.distributed)
       # A run may have been moved since its configuration was written.
       home = source.parent if isinstance(source, Path) else config.workdir
       return main(config, Path(flags.FLAGS.workdir or home))
@@ -103,6 +117,15 @@ def app(
       fail(error)
 
   absl_app.run(run, argv=rest, flags_parser=parse)
+
+
+def _join(where: str) -> None:
+  """Makes this process one of several; but for the first they are silent."""
+  from specjax import sharding  # here, so that a mistyped command is quick
+
+  sharding.join(where)
+  if not sharding.first():
+    sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 - until the end
 
 
 def numbers(name: str, values: Sequence[str]) -> tuple[int, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import ArrayLike
 
-from specjax import decode, verify, warps
+from specjax import decode, sharding, verify, warps
 from specjax.draft_length import FIXED
 from specjax.types import (
   Drafter,
@@ -61,6 +63,7 @@ def generate(
   eos: int | Sequence[int] | None = (),
   min_new_tokens: int | Sequence[int] = 0,
   controller: DraftLength = FIXED,
+  mesh: Mesh | None = None,
 ) -> Result:
   """Continues `prompts` by speculative decoding.
 
@@ -76,14 +79,17 @@ def generate(
     eos: id or ids that end a row, if any; the end token is part of its output.
     min_new_tokens: end tokens are forbidden before so many others.
     controller: of the draft length; `FIXED` drafts the drafter's own, always.
+      On a mesh each part of the rows has a state of it.
+    mesh: on which the rows are divided, if any; see `sharding`. The models lie
+      on it already.
 
   Returns:
     The result.
 
   Raises:
     ValueError: for an empty prompt, an id outside the vocabulary, a negative
-      limit, a text longer than the target was made for, or limits or keys of
-      another number than the prompts.
+      limit, a text longer than the target was made for, limits or keys of
+      another number than the prompts, or prompts that the mesh cannot divide.
     FloatingPointError: if a law became NaN, naming the rows.
   """
   state = start(
@@ -94,11 +100,12 @@ def generate(
     max_new_tokens=max_new_tokens,
     min_new_tokens=min_new_tokens,
     controller=controller,
+    mesh=mesh,
   )
   eos = end_ids(target, eos)
   rule = verify.as_pytree(verifier)
   state = advance(
-    target, drafter, rule, warp, eos, state, decode.FOREVER, controller
+    target, drafter, rule, warp, eos, state, decode.FOREVER, controller, mesh
   )
   return finish(state, [len(p) for p in prompts])
 
@@ -113,6 +120,7 @@ def start(
   min_new_tokens: int | Sequence[int] = 0,
   controller: DraftLength = FIXED,
   room: int = 0,
+  mesh: Mesh | None = None,
 ) -> decode.DecodeState:
   """Checks the prompts and prefills; see `generate`.
 
@@ -145,15 +153,10 @@ def start(
   rows = key if key.ndim else _row_keys(key, len(length))
   if rows.shape != length.shape:
     raise ValueError(f'{rows.shape[0]} keys for {len(length)} prompts')
+  sharding.require_rows(mesh, len(length), 'the number of prompts')
+  texts = tokens, length, length + new, length + least, rows
   return _prefill(
-    target,
-    drafter,
-    tokens,
-    length,
-    length + new,
-    length + least,
-    rows,
-    controller,
+    target, drafter, *sharding.by_rows(texts, mesh), controller, mesh=mesh
   )
 
 
@@ -190,7 +193,7 @@ def end_ids(
 
 def finish(state: decode.DecodeState, prompt_length) -> Result:
   """Fetches a state and raises the faults that the loop recorded."""
-  fault, tokens, length, stats = jax.device_get(
+  fault, tokens, length, stats = sharding.fetch(
     (state.fault, state.tokens, state.length, state.stats)
   )
   broken = np.flatnonzero(fault & verify.NAN)
@@ -202,10 +205,52 @@ def finish(state: decode.DecodeState, prompt_length) -> Result:
   return Result(tokens, length, np.asarray(prompt_length), stats)
 
 
-_prefill = jax.jit(decode.prefill)
+@functools.partial(jax.jit, static_argnames='mesh')
+def _prefill(target, drafter, *texts, mesh=None):
+  """`decode.prefill`, compiled; behind the texts stands the controller."""
+  if mesh is None:
+    return decode.prefill(target, drafter, *texts)
 
-# `decode.advance`, compiled; the rule is a pytree and the state is donated.
-advance = jax.jit(decode.advance, donate_argnums=5)
+  def part(*args):
+    return _apart(decode.prefill(*args))
+
+  whole, rows = PartitionSpec(), sharding.ROWS
+  ins = (whole, whole, *[rows] * 5, whole)
+  return sharding.over_rows(part, mesh, ins, rows)(target, drafter, *texts)
+
+
+@functools.partial(jax.jit, donate_argnums=5, static_argnames='mesh')
+def advance(
+  target,
+  drafter,
+  verify,
+  warp,
+  eos,
+  state,
+  max_rounds,
+  controller=FIXED,
+  mesh=None,
+):
+  """`decode.advance`, compiled; the rule is a pytree, the state is donated."""
+  args = target, drafter, verify, warp, eos, state, max_rounds, controller
+  if mesh is None:
+    return decode.advance(*args)
+
+  def part(*args):
+    state = args[5]
+    control = jax.tree.map(lambda x: x[0], state.control)
+    args = *args[:5], state._replace(control=control), *args[6:]
+    return _apart(decode.advance(*args))
+
+  ins = [PartitionSpec()] * len(args)
+  ins[5] = sharding.ROWS
+  return sharding.over_rows(part, mesh, tuple(ins), sharding.ROWS)(*args)
+
+
+def _apart(state):
+  """What a controller knows is of the rows of a part: one row of its own."""
+  control = jax.tree.map(lambda x: x[None], state.control)
+  return state._replace(control=control)
 
 
 def _per_row(name: str, value: int | Sequence[int], rows: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import rich.console
 import rich.progress
 import tensorboardX
 
-from specjax import files
+from specjax import files, sharding
 
 
 class Logger:
@@ -23,7 +23,8 @@ class Logger:
 
   `<path>.jsonl` is the record; the event files in `<path>/` are made from it.
   When a run goes on from an earlier step than it had reached, what was logged
-  after that step is dropped from both, so that no step appears twice.
+  after that step is dropped from both, so that no step appears twice. Of many
+  processes the first writes.
   """
 
   def __init__(self, path: str | pathlib.Path, step: int | None = None):
@@ -33,6 +34,9 @@ class Logger:
       path: where, without a suffix; `run / 'logs' / 'pretrain'`.
       step: the last step whose scalars still hold; None keeps all, -1 none.
     """
+    self._lines = self._events = None
+    if not sharding.first():
+      return
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.with_name(path.name + '.jsonl')
@@ -48,6 +52,8 @@ class Logger:
 
   def write(self, step: int, **scalars: float) -> None:
     """Records scalars: the line at once, the event within ten seconds."""
+    if self._lines is None:
+      return
     values = {name: float(value) for name, value in scalars.items()}
     line = {'step': int(step), 'time': time.time(), **values}
     self._lines.write(json.dumps(line) + '\n')
@@ -56,8 +62,9 @@ class Logger:
 
   def close(self) -> None:
     """Closes the files."""
-    self._lines.close()
-    self._events.close()
+    if self._lines is not None:
+      self._lines.close()
+      self._events.close()
 
   def __enter__(self) -> Logger:
     """Opens nothing: the log is open."""
@@ -106,7 +113,8 @@ class Progress:
           progress.show(loss=loss)
 
   A bar on a terminal; elsewhere a plain line now and then. The rate leaves out
-  the first step, which compiles, and what an earlier process did.
+  the first step, which compiles, and what an earlier process did. Of many
+  processes the first shows it.
   """
 
   def __init__(
@@ -141,6 +149,9 @@ class Progress:
     self._start = self._printed = clock()
     self._first = None  # when the first step of this process was done, and how
     self._bar = None  # many there were then
+    self._silent = not sharding.first()
+    if self._silent:
+      return
     console = _console(getattr(self._file, 'rich_proxied_file', self._file))
     if console.is_terminal and not console.is_dumb_terminal:
       self._bar = rich.progress.Progress(
@@ -206,6 +217,8 @@ class Progress:
     return (self._done - done) / seconds if seconds > 0 else None
 
   def _draw(self, last: bool = False) -> None:
+    if self._silent:
+      return
     if self._bar:
       self._bar.update(self._task, completed=self._done, text=self.text())
     elif last or self._clock() - self._printed >= self._every:

@@ -164,4 +164,7 @@ def _split(rows: Any, count: int) -> Any:
       f'a batch of {size} rows does not divide into {count} micro-batches: the'
       ' batch must be a multiple'
     )
-  return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
+  # Every so manieth row, so that rows on a mesh stay where they are.
+  return jax.tree.map(
+    lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), rows
+  )

@@ -18,6 +18,7 @@ from specjax import (
   losses,
   optimizing,
   runs,
+  sharding,
   sources,
   training,
   warps,
@@ -112,6 +113,19 @@ def optimization(
   )
 
 
+def require_rows(workspace: Workspace, section: str) -> None:
+  """Refuses a batch of `pretrain` or `distill` that the mesh cannot divide.
+
+  Raises:
+    ValueError: a micro-batch has no multiple of its parts.
+  """
+  c = workspace.config[section]
+  what = f'{section}.batch'
+  if c['accumulate'] > 1:
+    what += f' ({c["batch"]}) over accumulate ({c["accumulate"]})'
+  sharding.require_rows(workspace.mesh, c['batch'] // c['accumulate'], what)
+
+
 def distil(
   workspace: Workspace, target: LanguageModel, name: str
 ) -> dict[str, float]:
@@ -128,7 +142,9 @@ def distil(
   c = workspace.config['distill']
   weights = distill.objective(workspace.config['loss']['kl_weight'])
   tx, step = optimization(c, loss(workspace.config), batch=1)
-  update = jax.jit(step, donate_argnums=0)
+  mesh = workspace.mesh
+  require_rows(workspace, 'distill')
+  workspace.prepare()
   evaluate = functools.partial(
     measure,
     compiled=jax.jit(distill.measure, static_argnums=3),
@@ -137,10 +153,13 @@ def distil(
   )
   # Bound to the device of a target that was read, as it is after a step: else
   # the step is traced and compiled twice.
-  place = jax.tree.leaves(target)[0].sharding
   state = optimizing.init(workspace.new_drafter(c['seed']), tx)
+  if mesh is None:
+    state = jax.device_put(state, jax.tree.leaves(target)[0].sharding)
+  state = sharding.spread(state, mesh)
+  update = sharding.step(step, state)
   training.fit(
-    jax.device_put(state, place),
+    state,
     lambda state, batch: update(state, target, batch, weights),
     batches(workspace, target, name),
     evaluate,
@@ -161,6 +180,7 @@ def distil(
     ),
     dtype=c['dtype'],
     patience=c['patience'],
+    beside=target,
   )
   return evaluate(workspace.drafter(name))
 
@@ -207,6 +227,7 @@ def batches(
         # How a draft is scored does not change what it learns from.
         'config': {key: made[key] for key in DRAFT_SECTIONS},
       },
+      mesh=workspace.mesh,
     )
 
   found = {'corpus': sources.Corpus(workspace.windows('train'), c['seed'])}
@@ -217,7 +238,8 @@ def batches(
     if wanted[source]:
       found[source] = written(source, by)
   shares = [wanted[source] for source in found]
-  return sources.Mixture(list(found.values()), shares, c['batch'])
+  texts = list(found.values())
+  return sources.Mixture(texts, shares, c['batch'], workspace.mesh)
 
 
 def measure(
@@ -236,7 +258,7 @@ def measure(
   warp = warps.temperature(c['temperature'])
   parts = (
     compiled(drafter, target, warp, c['k'], batch)
-    for batch in data.in_order(rollouts, 16)
+    for batch in data.in_order(rollouts, 16, workspace.mesh)
   )
   found = {name: float(x) for name, x in distill.means(parts).items()}
   # What a draft of a part of the vocabulary cannot say at all has no mean.

@@ -89,6 +89,8 @@ def complete(config: Any) -> Any:
     The configuration, in which everything does what it did.
   """
   _fill(config, _ADDED)
+  if 'distill' in config and 'mesh' not in config:
+    config['mesh'] = {'data': 1, 'fsdp': 1, 'tensor': 1}
   if 'distill' in config and 'data' not in config:
     config['data'] = dict(_ADDED_DATA)
   if 'speedup' in config and 'drafters' not in config:

@@ -35,8 +35,10 @@ _LEAST = {
   'batch': 1,
   'batches': 1,
   'controlled_k': 1,
+  'data': 0,  # of a mesh
   'eval_every': 1,
   'eval_windows': 1,
+  'fsdp': 1,
   'heads': 1,
   'hidden': 1,
   'k': 0,
@@ -55,6 +57,7 @@ _LEAST = {
   'seeds': 1,
   'sequences': 1,
   'steps': 1,
+  'tensor': 1,
   'timed_prompts': 0,
   'together': 1,
   'tokens': 1,

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from specjax import data, logs, texts, warps
+from specjax import data, logs, sharding, texts, warps
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Drafter, LanguageModel
 
@@ -79,21 +80,26 @@ class Mixture:
   """
 
   def __init__(
-    self, sources: Sequence[Source], shares: Sequence[float], batch: int
+    self,
+    sources: Sequence[Source],
+    shares: Sequence[float],
+    batch: int,
+    mesh: Mesh | None = None,
   ):
-    """Takes sources, their shares, which sum to one, and B."""
+    """Takes sources, their shares, which sum to one, B, and where it goes."""
     self._sources, self._shares, self._batch = sources, shares, batch
+    self._mesh = mesh
 
   def __call__(self, step: int, model: Any) -> Batch:
     """Batch `[B, T]` of an update, counted from 0, of what it starts from."""
     start, stop = self._before(step), self._before(step + 1)
-    rows = []
+    places = []
     for i, source in enumerate(self._sources):
       if self._shares[i]:  # even without a row in this batch: it may refresh
         text, since = source(step, model)
         first = self._before(since)[i]
-        rows += [text[j - first] for j in range(start[i], stop[i])]
-    return data.stack(rows)
+        places += [(text, j - first) for j in range(start[i], stop[i])]
+    return sharding.batch(data.Picked(places), self._mesh)
 
   def _before(self, step: int) -> list[int]:
     return counts(self._shares, step * self._batch)
@@ -156,6 +162,7 @@ class Written:
     log: Path,
     made_from: Mapping[str, Any],
     draft_from: Mapping[str, Any],
+    mesh: Mesh | None = None,
   ):
     """Describes what is written.
 
@@ -173,7 +180,9 @@ class Written:
       log: of tokens per round and seconds by step, without a suffix.
       made_from: what else the text depends on, as JSON.
       draft_from: what the draft depends on, as JSON.
+      mesh: where the models lie, if on more than one device.
     """
+    self._mesh = mesh
     self._name, self._by, self._target = name, by, target
     self._ids, self._eos_id, self._writing = ids, eos_id, writing
     self._window, self._seed = window, (seed, zlib.crc32(name.encode()))
@@ -219,15 +228,21 @@ class Written:
       made_from = {**self._made_from, **self._draft_from, 'step': since}
       if at_hand:
         made_from['draft'] = texts.fingerprint(model)
+    text = why = None
     try:
-      return texts.load_made(path, made_from)
+      text = texts.load_made(path, made_from)
     except (OSError, ValueError) as error:
-      if not at_hand:
-        raise ValueError(
-          f'training goes on in the middle of text that the draft of step'
-          f' {since} had a part in, and {error}: begin the draft anew, under'
-          ' another name or after deleting its folder'
-        ) from error
+      why = error
+    if sharding.agreed(text is not None):  # none writes alone
+      if text is None:
+        raise why
+      return text
+    if not at_hand:
+      raise ValueError(
+        f'training goes on in the middle of text that the draft of step {since}'
+        f' had a part in, and {why}: begin the draft anew, under another name'
+        ' or after deleting its folder'
+      ) from why
     start = time.monotonic()
     text = self._write(since, model)
     seconds = time.monotonic() - start
@@ -237,7 +252,9 @@ class Written:
       'tokens_per_round': new / int(text.rounds.sum()),
       'seconds': seconds,
     }
-    texts.save_made(path, text, made_from, measured)
+    sharding.by_first(
+      lambda: texts.save_made(path, text, made_from, measured), f'{path}'
+    )
     # Of a generation that was written twice only the last is on record.
     with logs.Logger(self._log, step=since - 1) as logger:
       logger.write(since, **measured)
@@ -267,6 +284,7 @@ class Written:
       warp=warp,
       eos_id=self._eos_id,
       title=f'text by the {self._name}',
+      mesh=self._mesh,
     )
 
 

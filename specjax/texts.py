@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from specjax import files, generation, logs, runs, verify
+from specjax import files, generation, logs, runs, sharding, verify
 from specjax.types import Drafter, Key, LanguageModel, Warp
 
 AT_ONCE = 64  # rows decoded together; what memory they take does not grow
@@ -52,6 +53,7 @@ def write(
   warp: Warp,
   eos_id: int,
   title: str,
+  mesh: Mesh | None = None,
 ) -> Text:
   """Continues many prompts of one length by rejection, and shows how far it is.
 
@@ -65,11 +67,13 @@ def write(
     eos_id: ends a row, and is part of it: what would follow is no text that the
       models are trained on.
     title: of the progress.
+    mesh: on which the rows are divided, if any; the models lie there.
 
   Returns:
     The text; as `generation.generate` gives it, `AT_ONCE` rows at a time.
   """
-  count, size = len(prompts), min(len(prompts), AT_ONCE)
+  count = len(prompts)
+  size = sharding.whole_parts(min(count, AT_ONCE), mesh)
   keys = jax.vmap(jax.random.fold_in, (None, 0))(
     key, jnp.arange(-(-count // size) * size)
   )
@@ -84,24 +88,31 @@ def write(
         some,
         key=keys[start : start + size],
         max_new_tokens=max_new_tokens,
+        mesh=mesh,
       )
       state = _advance(
-        writer, drafter, warp, eos_id, state, progress, count - start
+        writer, drafter, warp, eos_id, state, progress, count - start, mesh
       )
       done = generation.finish(state, [len(prompt) for prompt in some])
       parts.append(Text(done.tokens, done.length, done.stats.rounds))
   return Text(*(np.concatenate(x)[:count] for x in zip(*parts, strict=True)))
 
 
-def _advance(writer, drafter, warp, eos_id, state, progress, wanted):
+def _advance(writer, drafter, warp, eos_id, state, progress, wanted, mesh):
   """To the end, a few rounds at a time; `wanted` of the rows are counted."""
   eos = generation.end_ids(writer, eos_id)
   rule = verify.as_pytree(verify.rejection)
-  # Copies: what they are read from is given away.
-  before, done = np.array(state.length), np.array(state.done)
+
+  def look():
+    # Copies: what they are read from is given away.
+    return map(np.copy, sharding.fetch((state.length, state.done)))
+
+  before, done = look()
   while not done.all():
-    state = generation.advance(writer, drafter, rule, warp, eos, state, ROUNDS)
-    length, done = np.array(state.length), np.array(state.done)
+    state = generation.advance(
+      writer, drafter, rule, warp, eos, state, ROUNDS, mesh=mesh
+    )
+    length, done = look()
     progress.advance(int((length - before)[:wanted].sum()))
     before = length
   return state
@@ -186,7 +197,7 @@ def fingerprint(tree: Any) -> str:
   """SHA-256 of a pytree's arrays and of their names."""
   digest = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    array = np.asarray(leaf)
+    array = np.asarray(sharding.fetch(leaf))
     name = jax.tree_util.keystr(path)
     digest.update(f'{name} {array.dtype} {array.shape}'.encode())
     digest.update(array.tobytes())

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
-from specjax import files, flops
+from specjax import files, flops, sharding
 from specjax.checkpoint import Checkpoints
 from specjax.logs import Logger, Progress
 from specjax.optimizing import TrainState
@@ -39,6 +45,7 @@ def fit(
   operations: Callable[[TrainState, Batch], int] | None = None,
   dtype: str = 'float32',
   patience: int = 0,
+  beside: Any = (),
 ) -> TrainState:
   """Trains from the newest checkpoint, or from `state` where there is none.
 
@@ -47,6 +54,11 @@ def fit(
   numbers; a run that was killed goes on to the same bits. The host looks at the
   scalars of `LOG_EVERY` steps at a time, which are logged as means, and never
   waits for a single step.
+
+  Where the process is asked to end, by SIGTERM, it saves the step that it is
+  at, behind an evaluation if one is due, and ends; the same command goes on
+  from there, on other devices too. Of many processes, which must make the same
+  calls, all end at the same step.
 
   Args:
     state: before the first step.
@@ -70,6 +82,7 @@ def fit(
     patience: evaluations in a row without a higher score after which it stops
       early; 0 is never. The checkpoints tell, so that a run that was killed
       stops where it would have.
+    beside: what else a step is given, such as a target, to be counted.
 
   Returns:
     The state after the last step.
@@ -79,8 +92,14 @@ def fit(
       names the step, and the newest checkpoint is the last good one.
     OSError: if a checkpoint cannot be written; those before are intact.
     RuntimeError: if another process trains into the folder.
+    SystemExit: after a SIGTERM, when what it had done was saved.
   """
-  with files.alone(folder), Checkpoints(folder) as checkpoints:
+  with contextlib.ExitStack() as stack:
+    sharding.by_first(
+      lambda: stack.enter_context(files.alone(folder)), f'locking {folder}'
+    )
+    preemption = stack.enter_context(_Preemption(log.name))
+    checkpoints = stack.enter_context(Checkpoints(folder))
     done = checkpoints.latest() or 0
     best = _Best(checkpoints)
     over = done >= steps or best.waited(done, every, patience)
@@ -102,10 +121,13 @@ def fit(
       recent = []
       for i in progress:
         batch = batches(i, state.model)
+        if i == done:
+          print(f'{log.name}: {_footprint(state, batch, beside)}')
         state, scalars = step(state, batch)
         recent.append(scalars)
         due = (i + 1) % every == 0 or i + 1 == steps
-        if not due and len(recent) < LOG_EVERY:
+        ending = preemption.asked()
+        if not due and not ending and len(recent) < LOG_EVERY:
           continue
         recent = jax.device_get(recent)
         speed.add(len(recent))
@@ -119,10 +141,14 @@ def fit(
           values.update(evaluate(state.model))
         logger.write(i + 1, **values)
         progress.show(**{k: values[k] for k in ('loss', *show) if k in values})
-        if due:
+        if due or ending:
           items = {'model': state.model, 'opt': state.opt}
-          checkpoints.save_async(i + 1, items, meta, score=score(values))
+          found = score(values) if due else None
+          checkpoints.save_async(i + 1, items, meta, score=found)
+        if due:
           best.see(i + 1, score(values))
+        if ending:
+          return state  # the process ends when the step is on the disk
         speed.resume()
         if i + 1 < steps and best.waited(i + 1, every, patience):
           break
@@ -135,16 +161,83 @@ def fit(
       said = ''
       if operations:
         rate = speed.rate * operations(state, batch)
+        peak = flops.peak(dtype) * _devices(state)
         said = (
           f'; {rate / 1e9:,.0f} GFLOP/s in matrix products, those made again'
-          f' for the gradient too: {rate / flops.peak(dtype):.0%} of the rate'
-          ' of one large product'
+          f' for the gradient too: {rate / peak:.0%} of the rate of one large'
+          ' product'
         )
       print(
         f'{log.name}: {speed.rate * tokens:,.0f} tokens per second, evaluations'
         f' left out{said}'
       )
     return state
+
+
+def _footprint(state: TrainState, batch: Batch, beside: Any) -> str:
+  """What each device holds, in words."""
+  parts = {
+    'parameters': state.model,
+    'optimiser': state.opt,
+    'target': beside,
+    'text': batch,
+  }
+  sizes = {name: sharding.bytes_each(x) / 1e6 for name, x in parts.items()}
+  said = ', '.join(f'{size:,.4g} MB {name}' for name, size in sizes.items())
+  count = _devices(state)
+  back = sizes['parameters'] + sizes['optimiser']
+  return (
+    f'on {"one device" if count == 1 else f"each of {count} devices"} {said}:'
+    f' into a step go {sum(sizes.values()):,.4g} MB and out come {back:,.4g}'
+  )
+
+
+def _devices(state: TrainState) -> int:
+  return len(jax.tree.leaves(state)[0].sharding.device_set)
+
+
+# Of calls in this process: JAX's runtime settles on one that is ahead of all.
+_CALLS = itertools.count(1)
+
+
+class _Preemption:
+  """Whether a scheduler wants the machine back; if so, the process ends."""
+
+  def __init__(self, name: str):
+    """Takes the name of what is saved then."""
+    self._name, self._asked = name, False
+    self._heeding, self._before = False, None
+
+  def __enter__(self) -> _Preemption:
+    """Heeds SIGTERM from now on; of many processes, JAX's runtime does."""
+    alone = jax.process_count() == 1
+    if alone and threading.current_thread() is threading.main_thread():
+      self._before = signal.signal(signal.SIGTERM, self._ask)
+      self._heeding = True
+    return self
+
+  def __exit__(self, kind, *_) -> None:
+    """Ends the process if that was asked, whether or not it was done anyway."""
+    if self._heeding:
+      # None is a handler that is not Python's.
+      signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+    if self._asked and kind is None:
+      if sharding.first():
+        print(
+          f'{self._name} is saved, and it ends as SIGTERM asks: the same'
+          ' command goes on',
+          file=sys.stderr,
+        )
+      raise SystemExit(128 + signal.SIGTERM)
+
+  def asked(self) -> bool:
+    """Whether to end behind this step, as all processes are told."""
+    if jax.process_count() > 1:
+      self._asked |= multihost_utils.reached_preemption_sync_point(next(_CALLS))
+    return self._asked
+
+  def _ask(self, *_) -> None:
+    self._asked = True
 
 
 class _Best:

@@ -11,6 +11,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from specjax import (
   checkpoint,
@@ -34,6 +36,7 @@ from specjax import (
   pricing,
   runs,
   settings,
+  sharding,
   texts,
   tokenizers,
   verify,
@@ -55,27 +58,41 @@ class Workspace:
   Attributes:
     folder: of the run.
     config: its configuration, plain nested dictionaries.
+    mesh: where its models lie; None: on one device.
   """
 
-  def __init__(self, folder: Path, config: Mapping[str, Any]):
+  def __init__(
+    self, folder: Path, config: Mapping[str, Any], mesh: Mesh | None = None
+  ):
     """Opens a run; nothing is read before it is needed."""
     self.folder = Path(folder)
     self.config = config
+    self.mesh = mesh
     self._told: set[str] = set()  # once is enough
 
   @classmethod
-  def create(cls, folder: Path, config: Mapping[str, Any]) -> Workspace:
+  def create(
+    cls, folder: Path, config: Mapping[str, Any], mesh: Mesh | None = None
+  ) -> Workspace:
     """Opens a run to train in, and makes it if it is new.
 
     Args:
       folder: of the run.
       config: its configuration. What the run already has must have been made
         with the same values; the other sections are recorded anew.
+      mesh: where to train; None: on one device.
 
     Raises:
       ValueError: it makes no sense, or differs from what the run was made
         with; nothing is written then.
     """
+    with sharding.in_turn(f'opening {folder}'):
+      run = cls._create(folder, config)
+    run.mesh = mesh
+    return run
+
+  @classmethod
+  def _create(cls, folder, config) -> Workspace:
     settings.check(config)
     if config['decode']['k'] < 1:
       raise ValueError(
@@ -97,7 +114,8 @@ class Workspace:
       path = config['target']['path']
       hashed = source.hash if source else _hash_of_target(folder, path)
       config['target'] = {**config['target'], 'sha256': hashed}
-    runs.open_run(folder, config, frozen, set(config) - set(frozen))
+    if sharding.first():
+      runs.open_run(folder, config, frozen, set(config) - set(frozen))
     run = cls(folder, runs.read_json(folder / 'config.json'))
     if source:
       run.__dict__['_source'] = source  # it need not be looked for again
@@ -165,6 +183,16 @@ class Workspace:
       )
     return corpus
 
+  def prepare(self) -> None:
+    """Makes what is trained on, if need be: corpus, tokenizer and ids.
+
+    In one process, where there are several.
+    """
+    with sharding.in_turn('the corpus'):
+      if self.corpus.name != corpora.NONE:
+        for split in ('train', 'validation'):
+          self.ids(split)
+
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
     """The run's tokenizer, trained or read if there is none."""
@@ -222,7 +250,10 @@ class Workspace:
     folder, wanted = self.folder / 'target', self.config['target']
     if checkpoint.Checkpoints(folder).latest() is not None:
       return
-    with files.alone(folder):
+    with contextlib.ExitStack() as stack:
+      sharding.by_first(
+        lambda: stack.enter_context(files.alone(folder)), f'locking {folder}'
+      )
       if checkpoint.Checkpoints(folder).latest() is not None:
         return  # another process was first
       source = self._source
@@ -238,8 +269,10 @@ class Workspace:
         'licence': source.licence(),
       }
       # One that lies there is of a model that could not be loaded.
-      tokenizer.save(self.folder / 'tokenizer.json')
+      path = self.folder / 'tokenizer.json'
+      sharding.by_first(lambda: tokenizer.save(path), f'{path}')
       self.__dict__.pop('tokenizer', None)
+      target = sharding.spread(target, self.mesh)
       checkpoint.save_model(folder, target, record)
 
   @functools.cached_property
@@ -364,7 +397,9 @@ class Workspace:
     # Where somebody asks for shapes alone, this is kept for those who do not.
     with jax.ensure_compile_time_eval():
       return checkpoint.load_model(
-        folder, lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0))
+        folder,
+        lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0)),
+        mesh=self.mesh,
       )
 
   def drafter(self, name: str, warp: Warp = warps.UNCHANGED) -> Drafter:
@@ -392,7 +427,7 @@ class Workspace:
       self._told.add(half)
     sizes = self.target_sizes
     drafter = checkpoint.load_model(
-      folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0))
+      folder, lambda c: _build_drafter(c, sizes, nnx.Rngs(0)), mesh=self.mesh
     )
     return dataclasses.replace(drafter, warp=warp)
 
@@ -477,7 +512,7 @@ class Workspace:
     name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}'
     name += '' if held_out else f'-{split}'
     path = self.folder / 'rollouts' / f'{name}.npz'
-    if not path.exists():
+    if not sharding.agreed(path.exists()):
       text = texts.write(
         target or self.target(),
         NoDrafter(),
@@ -487,8 +522,9 @@ class Workspace:
         warp=warps.temperature(temperature),
         eos_id=self.tokenizer.eos_id,
         title=f'{"held-out " * held_out}text by the target',
+        mesh=self.mesh,
       )
-      texts.save(path, text)
+      sharding.by_first(lambda: texts.save(path, text), f'{path}')
     return texts.load(path)
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:

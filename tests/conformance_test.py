@@ -23,7 +23,17 @@ import scripts
 import toys
 from flax import nnx
 
-from specjax import decode, distill, drafters, losses, timing, verify, warps
+from specjax import (
+  decode,
+  distill,
+  drafters,
+  generation,
+  losses,
+  sharding,
+  timing,
+  verify,
+  warps,
+)
 from specjax.candidates import CandidateTree
 from specjax.certify import samples
 from specjax.types import Batch, Keys
@@ -358,25 +368,19 @@ print('all')
 def written(drafter, spread=False):
   """Greedy text of four rows, on one device or with rows spread over many.
 
-  Rows have nothing to say to one another, so that each device has a loop of its
-  own. Were they one program's, it would exchange what a CPU writes row by row,
-  and devices in two exchanges at once wait for one another for good.
+  Each device has a loop of its own, since rows have nothing to say to one
+  another. Were they one program's, it would exchange what a CPU writes row by
+  row, and devices in two exchanges at once wait for one another for good.
   """
-  tokens = np.random.default_rng(0).integers(0, V, (4, 24), np.int32)
-  state = begin(drafter, jnp.asarray(tokens), jnp.array([1, 4, 9, 2]))
-  never, warp = jnp.zeros(0, jnp.int32), warps.Temperature(0.0)
-  rule = verify.as_pytree(rule_for(drafter))
-  settings = with_warp(drafter, warp), rule, warp, never
-
-  def run(state):
-    return decode.advance(TARGET, *settings, state, 99)
-
-  if spread:
-    mesh = jax.sharding.Mesh(jax.devices(), ('data',))
-    rows = jax.sharding.PartitionSpec('data')
-    run = jax.shard_map(
-      run, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
-    )
-  state = toys.jit(run)(state)
-  assert len(state.tokens.sharding.device_set) == (4 if spread else 1)
-  return np.asarray(state.tokens)
+  rng, warp = np.random.default_rng(0), warps.Temperature(0.0)
+  mesh = sharding.make(data=4) if spread else None
+  result = generation.generate(
+    *sharding.spread((TARGET, with_warp(drafter, warp)), mesh),
+    [rng.integers(0, V, n).tolist() for n in (1, 4, 9, 2)],
+    key=jax.random.key(0),
+    max_new_tokens=15,
+    verifier=rule_for(drafter),
+    warp=warp,
+    mesh=mesh,
+  )
+  return result.tokens

@@ -27,10 +27,11 @@ def pytest_addoption(parser):
 @pytest.fixture(scope='module')
 def quick_compilation():
   """For programs that run a few times only."""
+  mesh = {'static_argnames': 'mesh'}
   with pytest.MonkeyPatch.context() as patch:
     for module, name, options in (
-      (generation, 'advance', {'donate_argnums': 5}),
-      (generation, '_prefill', {}),
+      (generation, 'advance', {'donate_argnums': 5, **mesh}),
+      (generation, '_prefill', mesh),
       (samples, '_decode', {}),
       (samples, '_observe', {'static_argnums': 5}),
     ):

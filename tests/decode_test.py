@@ -434,7 +434,9 @@ def test_a_nan_law_ends_its_row_and_is_named():
   np.testing.assert_array_equal(state.tokens[rows], whole.tokens[rows])
 
 
-by_number = toys.jit(decode.advance, donate_argnums=5)
+by_number = toys.jit(
+  generation.advance.__wrapped__, donate_argnums=5, static_argnames='mesh'
+)
 
 
 @pytree

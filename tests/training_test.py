@@ -1,3 +1,6 @@
+import os
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +82,35 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
   )
   assert a == b
   assert [line['step'] for line in a] == [2, 4, 6]
+
+
+class Terminated(Batches):
+  """A scheduler wants the machine back while a batch is read."""
+
+  def __init__(self, at):
+    super().__init__()
+    self.at = at
+
+  def __call__(self, i, model):
+    if i == self.at:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return super().__call__(i, model)
+
+
+@pytest.mark.parametrize('at', [0, 2, 3, 5])
+def test_sigterm_saves_the_step_that_it_is_at(tmp_path, capsys, at):
+  straight = fit(tmp_path / 'a', Batches())
+  before = signal.getsignal(signal.SIGTERM)
+  terminated, rest = Terminated(at), Batches()
+  with pytest.raises(SystemExit) as ended:
+    fit(tmp_path / 'b', terminated)
+  assert ended.value.code == 143
+  assert 'test is saved, and it ends as SIGTERM asks' in capsys.readouterr().err
+  assert signal.getsignal(signal.SIGTERM) is before
+  assert terminated.asked == [*range(at + 1)]
+  assert Checkpoints(tmp_path / 'b' / 'model').latest() == at + 1
+  same(straight, fit(tmp_path / 'b', rest))
+  assert rest.asked == [*range(at + 1, 6)]
 
 
 def test_a_finished_run_does_nothing_more(tmp_path):

@@ -9,7 +9,7 @@ drafts of one target apart.
 from absl import flags
 from pretrain import pretrain
 
-from specjax import distill, experiment, recipes
+from specjax import distill, experiment, recipes, sharding
 from specjax.workspace import Workspace
 
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
@@ -20,7 +20,9 @@ def main(config, folder):
   config = config.to_dict()
   distill.objective(config['loss']['kl_weight'])  # refused before any work
   recipes.refuse_other_draft(folder / DRAFT.value, config, flag='--draft')
-  workspace = Workspace.create(folder, config)
+  mesh = sharding.make(**config.get('mesh', {}))
+  workspace = Workspace.create(folder, config, mesh)
+  recipes.require_rows(workspace, 'distill')
   pretrain(workspace)
   final = recipes.distil(workspace, workspace.target(), DRAFT.value)
   print(
@@ -31,4 +33,6 @@ def main(config, folder):
 
 
 if __name__ == '__main__':
-  experiment.app(main, default='configs/stdlib.py', resumable=True)
+  experiment.app(
+    main, default='configs/stdlib.py', resumable=True, distributed=True
+  )

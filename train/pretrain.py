@@ -19,6 +19,7 @@ from specjax import (
   metrics,
   optimizing,
   recipes,
+  sharding,
   training,
 )
 from specjax.workspace import TARGET, Workspace
@@ -26,7 +27,9 @@ from specjax.workspace import TARGET, Workspace
 
 def main(config, folder):
   """Opens the run and trains its target."""
-  pretrain(Workspace.create(folder, config.to_dict()))
+  config = config.to_dict()
+  mesh = sharding.make(**config.get('mesh', {}))
+  pretrain(Workspace.create(folder, config, mesh))
 
 
 def pretrain(workspace: Workspace):
@@ -40,7 +43,9 @@ def pretrain(workspace: Workspace):
     size = sum(leaf.size for leaf in jax.tree.leaves(workspace.target()))
     print(f'target: {size:,} parameters, from {path}')
     return
-  c = workspace.config['pretrain']
+  c, mesh = workspace.config['pretrain'], workspace.mesh
+  recipes.require_rows(workspace, 'pretrain')
+  workspace.prepare()
   windows = workspace.windows('train')
   held_out = workspace.windows('validation')
   print(
@@ -49,13 +54,14 @@ def pretrain(workspace: Workspace):
     f' {unigram(workspace):.3f} bits per byte'
   )
   tx, step = recipes.optimization(c, distill.language_loss, batch=0)
-  update = jax.jit(step, donate_argnums=0)
-  batches = data.Batches(windows, c['batch'], c['seed'])
+  batches = data.Batches(windows, c['batch'], c['seed'], mesh)
   target = workspace.new_target(c['seed'])
+  state = sharding.spread(optimizing.init(target, tx), mesh)
+  update = sharding.step(step, state)
   size = sum(leaf.size for leaf in jax.tree.leaves(target))
   print(f'target: {size:,} parameters')
   training.fit(
-    optimizing.init(target, tx),
+    state,
     update,
     lambda i, model: batches[i],
     functools.partial(evaluate, workspace=workspace),
@@ -101,7 +107,8 @@ def unigram(workspace: Workspace) -> float:
   nats = math.log(counts.sum()) - np.log(counts)
   total = size = 0.0
   for batch in held_out(workspace):
-    total += float((nats[batch.tokens] * batch.weight).sum())
+    tokens, weight = sharding.fetch((batch.tokens, batch.weight))
+    total += float((nats[tokens] * weight).sum())
     size += bytes_in(workspace, batch)
   return metrics.bits_per_byte(total, size)
 
@@ -112,16 +119,19 @@ def held_out(workspace: Workspace):
   count = workspace.config['pretrain']['eval_windows']
   stride = max(1, len(windows) // count)
   sample = [windows[i] for i in range(0, len(windows), stride)][:count]
-  return data.in_order(sample, workspace.config['pretrain']['batch'])
+  size = workspace.config['pretrain']['batch']
+  return data.in_order(sample, size, workspace.mesh)
 
 
 def bytes_in(workspace: Workspace, batch) -> float:
   """Bytes of the tokens that are predicted."""
-  lengths = workspace.tokenizer.byte_lengths[batch.tokens]
-  return float((lengths * batch.weight).sum())
+  tokens, weight = sharding.fetch((batch.tokens, batch.weight))
+  return float((workspace.tokenizer.byte_lengths[tokens] * weight).sum())
 
 
 _language_loss = jax.jit(distill.language_loss)
 
 if __name__ == '__main__':
-  experiment.app(main, default='configs/stdlib.py', resumable=True)
+  experiment.app(
+    main, default='configs/stdlib.py', resumable=True, distributed=True
+  )

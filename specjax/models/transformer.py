@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as caches
-from specjax import products, trees
+from specjax import products, sharding, trees
 from specjax.types import Array, Block, Output
 
 
@@ -139,33 +139,31 @@ class Layer(nnx.Module):
     """
     c, size = self.config, self.config.head_size
     y = norm(x, self.attention_norm[...], c.norm_eps)
-    qkv = products.dot(y, self.qkv[...])
+    qkv = sharding.gathered(products.dot(y, self.qkv[...]))
     if c.qkv_bias:
       qkv += self.qkv_bias[...]
     qkv = qkv.reshape(*x.shape[:2], -1, size).transpose(0, 2, 1, 3)
-    turning = qkv[:, : c.heads + c.kv_heads]
+    turning, values = pieces(qkv, [c.heads + c.kv_heads], 1)
     if c.qk_norm:
-      queries, keys = jnp.split(turning, [c.heads], 1)
+      queries, keys = pieces(turning, [c.heads], 1)
       queries = norm(queries, self.query_norm[...], c.norm_eps)
       keys = norm(keys, self.key_norm[...], c.norm_eps)
       turning = jnp.concatenate([queries, keys], 1)
-    rotated = _rotate(turning, angles)
-    keys = rotated[:, c.heads :].astype(c.dtype)
-    values = qkv[:, c.heads + c.kv_heads :].astype(c.dtype)
+    queries, keys = pieces(_rotate(turning, angles), [c.heads], 1)
+    keys = sharding.by_heads(keys.astype(c.dtype))
+    values = sharding.by_heads(values.astype(c.dtype))
     if chain is not None:
       write = functools.partial(
         jax.lax.dynamic_update_slice_in_dim, start_index=chain[1], axis=2
       )
       keys, values = map(write, chain[0], (keys, values))
-    mixed = caches.attend(
-      rotated[:, : c.heads], (keys, values), visible, cached, live
-    )
+    mixed = caches.attend(queries, (keys, values), visible, cached, live)
     mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
     x = x + products.dot(mixed, self.proj[...])
     y = products.dot(
       norm(x, self.hidden_norm[...], c.norm_eps), self.gate_up[...]
     )
-    gate, up = jnp.split(y, 2, -1)
+    gate, up = pieces(sharding.gathered(y), 2, -1)
     return x + products.dot(jax.nn.silu(gate) * up, self.down[...]), (
       keys,
       values,
@@ -205,7 +203,7 @@ class Transformer(nnx.Module):
     shape = (batch, c.kv_heads, size, c.head_size)
     # Distinct buffers, since a donated state may not alias.
     rows = tuple(
-      (jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype))
+      tuple(sharding.by_heads(jnp.zeros(shape, c.dtype)) for _ in range(2))
       for _ in range(c.layers)
     )
     return caches.Cache(rows, jnp.zeros(batch, jnp.int32))
@@ -323,7 +321,7 @@ class Transformer(nnx.Module):
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
-    return products.dot(features, head[...], axis=1)
+    return sharding.gathered(products.dot(features, head[...], axis=1))
 
   def _run(
     self, tokens, positions, visible, cache, taps, chain=None, around=None
@@ -354,6 +352,11 @@ class Transformer(nnx.Module):
 def _weight(rngs, config, shape, scale=0.02):
   values = scale * jax.random.normal(rngs.params(), shape)
   return nnx.Param(values.astype(config.dtype))
+
+
+def pieces(x: Array, at: int | Sequence[int], axis: int) -> Iterator[Array]:
+  """`jnp.split`, each piece whole; see `sharding.gathered`."""
+  return map(sharding.gathered, jnp.split(x, at, axis))
 
 
 def norm(x: Array, scale: Array, eps: float) -> Array:

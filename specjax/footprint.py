@@ -1,0 +1,110 @@
+"""What a round of decoding keeps in memory, before anything is run.
+
+Everything is known from shapes. Most rules weigh the draft's law of every node
+against the target's, so a round has laws `[B, N, V]` and `[B, N + 1, V]` of
+float32: at V = 150 000, K = 8 and B = 32 that is .33 GB in two arrays. A draft
+of point masses has none of its own, and rows divided over devices divide both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import decode, sharding
+from specjax.draft_length import FIXED
+from specjax.types import Drafter, DraftLength, LanguageModel
+
+
+class Plan(NamedTuple):
+  """Bytes on each device.
+
+  Attributes:
+    models: parameters of the target and of the drafter, as they are stored; a
+      mesh with `fsdp` gathers them for the loop.
+    caches: of the target, and what the drafter remembers.
+    texts: tokens, counts and keys.
+    target_laws: `[B, N + 1, V]` of a round.
+    draft_laws: `[B, N, V]`, 0 where drafts are point masses.
+  """
+
+  models: int
+  caches: int
+  texts: int
+  target_laws: int
+  draft_laws: int
+
+  @property
+  def arguments(self) -> int:
+    """What goes into a round."""
+    return self.models + self.caches + self.texts
+
+  @property
+  def outputs(self) -> int:
+    """What comes out, in the place of what went in."""
+    return self.caches + self.texts
+
+  def __str__(self) -> str:
+    """In one line."""
+    parts = [f'{_size(size)} {name}' for name, size in self._asdict().items()]
+    return (
+      f'on each device {", ".join(parts)}: into a round go'
+      f' {_size(self.arguments)} and out come {_size(self.outputs)}'
+    ).replace('_', ' ')
+
+
+def plan(
+  target: LanguageModel,
+  drafter: Drafter,
+  batch: int,
+  size: int,
+  mesh: Mesh | None = None,
+  controller: DraftLength = FIXED,
+) -> Plan:
+  """What rounds take; nothing is allocated.
+
+  Args:
+    target: arrays, or their shapes.
+    drafter: likewise.
+    batch: rows.
+    size: tokens of a row, prompt included.
+    mesh: on which parameters and rows are divided.
+    controller: of the draft length.
+
+  Raises:
+    ValueError: the mesh cannot divide the rows.
+  """
+  sharding.require_rows(mesh, batch, 'batch')
+  rows = batch // sharding.parts(mesh)
+  models = sharding.described((target, drafter), mesh)
+  draft = None
+
+  def begin(target, drafter):
+    nonlocal draft
+    ints = jnp.ones(rows, jnp.int32)
+    tokens = jnp.zeros((rows, size), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), rows)
+    draft = decode.shapes(target, drafter, rows, size)
+    texts = tokens, ints, ints, ints, keys
+    return decode.prefill(target, drafter, *texts, controller)
+
+  state = jax.eval_shape(begin, target, drafter)
+  own, nodes = draft.logits, draft.tokens.shape[1]
+  kept = sharding.bytes_each((state.cache, state.memory))
+  return Plan(
+    models=sharding.bytes_each(models),
+    caches=kept,
+    texts=sharding.bytes_each(state) - kept,
+    target_laws=4 * rows * (nodes + 1) * target.vocab_size,
+    draft_laws=0 if own is None else 4 * math.prod(own.shape),
+  )
+
+
+def _size(count: int) -> str:
+  power = next((p for p in (9, 6, 3) if count >= 10**p), 0)
+  unit = {9: 'GB', 6: 'MB', 3: 'kB', 0: 'B'}[power]
+  return f'{count / 10**power:.3g} {unit}'

@@ -1,0 +1,99 @@
+"""The same work on any mesh, for sharding_test: what came out goes to a file.
+
+python mesh_program.py OUT DATA FSDP TENSOR [HOST:PORT,COUNT,NUMBER]
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import toys
+
+from specjax import data, distill, generation, optimizing, sharding, warps
+from specjax.drafters.model import ModelDrafter
+from specjax.types import Batch
+
+V, ROWS, T = 16, 8, 12
+SIZES = dict(vocab_size=V, layers=2, heads=4, kv_heads=2)
+
+
+def texts(mesh):
+  """Tokens by sampling, of an oracle, and by greedy choice, of a model."""
+  model = toys.transformer(**SIZES)
+  small = toys.transformer(seed=1, **SIZES | {'layers': 1})
+  oracle = toys.markov(vocab=V), toys.markov(seed=1, vocab=V)
+  for name, (target, draft), warp in (
+    ('oracle', oracle, warps.UNCHANGED),
+    ('model', (model, small), warps.temperature(0.0)),
+  ):
+    target, draft = sharding.spread((target, draft), mesh)
+    result = generation.generate(
+      target,
+      ModelDrafter(draft, 3, warp),
+      [[1 + i % 7] * (1 + i % 3) for i in range(ROWS)],
+      key=jax.random.key(0),
+      max_new_tokens=[20 + i for i in range(ROWS)],
+      warp=warp,
+      mesh=mesh,
+    )
+    yield name, result.tokens
+    yield f'{name}/accepted', result.stats.accepted
+
+
+def read(asked):
+  """Rows of random text, which note that they were asked for."""
+
+  class Noted:
+    def __getitem__(self, index):
+      asked.append(index)
+      tokens = np.random.default_rng(index).integers(0, V, T, np.int32)
+      return Batch(tokens, np.ones(T, np.int32), np.ones(T, np.float32))
+
+  return data.Picked([(Noted(), i) for i in range(ROWS)])
+
+
+def trained(mesh):
+  """Logits of a model on a batch, and what one step makes of a draft."""
+  asked = []
+  batch = sharding.batch(read(asked), mesh)
+  target = sharding.spread(toys.transformer(**SIZES), mesh)
+
+  @jax.jit
+  def logits(model, batch):
+    features = model.forward(batch.tokens, batch.segments).features
+    return model.unembed(features)
+
+  draft = ModelDrafter(toys.transformer(seed=1, **SIZES | {'layers': 1}), 3)
+  # By momentum: AdamW's first step is the sign of the gradient, which rounding
+  # turns where it is almost zero.
+  tx = optax.sgd(0.1, momentum=0.9)
+  update = optimizing.make_step(distill.distill_loss, tx, batch=1)
+  state = sharding.spread(optimizing.init(draft, tx), mesh)
+  weights = distill.objective(3.0)
+  state, scalars = sharding.step(update, state)(state, target, batch, weights)
+  if mesh:
+    places = jax.tree.leaves(sharding.placed(state, mesh))
+    for leaf, place in zip(jax.tree.leaves(state), places, strict=True):
+      assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+  yield 'logits', logits(target, batch)
+  yield 'loss', scalars['loss']
+  for i, leaf in enumerate(jax.tree.leaves(state)):
+    yield f'state/{i}', leaf
+  yield f'asked/{jax.process_index()}', jnp.array(sorted(asked))
+
+
+def main(out, data, fsdp, tensor, where=None):
+  """Does it."""
+  if where:
+    sharding.join(where)
+  mesh = sharding.make(int(data), int(fsdp), int(tensor))
+  found = {}
+  for part in (texts, trained):
+    found |= {name: sharding.fetch(value) for name, value in part(mesh)}
+  np.savez(f'{out}{jax.process_index()}.npz', **found)
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

@@ -1,0 +1,280 @@
+"""The same on one device, on several, and in several processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import conformance_test
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scripts
+import toys
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from specjax import logs, sharding
+from specjax.checkpoint import Checkpoints
+
+MESH = AbstractMesh((2, 2, 2), sharding.AXES)
+PROGRAM = scripts.ROOT / 'tests' / 'mesh_program.py'
+
+
+def test_a_parameter_is_divided_as_its_name_says():
+  def spec(path, *shape):
+    return sharding.spec(path, shape, MESH)
+
+  assert spec('layers.0.qkv', 8, 12) == P('fsdp', 'tensor')
+  assert spec('opt.1.mu.layers.0.qkv', 8, 12) == P('fsdp', 'tensor')
+  assert spec('layers.0.down', 8, 12) == P('tensor', 'fsdp')
+  # Drafts that train together.
+  assert spec('layers.0.down', 5, 8, 12) == P(None, 'tensor', 'fsdp')
+  assert spec('embedding', 13, 8) == P(None, 'fsdp')  # 13 is not divided
+  assert spec('layers.0.hidden_norm', 8) == P()
+  assert spec('heads.2.weights.0', 8, 8) == P('fsdp', None)
+  assert spec('not_qkv', 8, 8) == P()
+
+
+@pytest.mark.parametrize('name', conformance_test.EXAMPLES)
+def test_every_matrix_has_a_rule(name):
+  for module in (*conformance_test.EXAMPLES[name], conformance_test.TARGET):
+    places = sharding.placed(module, MESH)
+    pairs = zip(jax.tree.leaves(module), jax.tree.leaves(places), strict=True)
+    for leaf, place in pairs:
+      divides = any(n % 2 == 0 for n in np.shape(leaf))
+      if np.ndim(leaf) > 1 and divides:
+        assert place.spec != P(), f'a matrix {leaf.shape} of {name}'
+
+
+def test_meshes_that_make_no_sense_are_refused():
+  assert sharding.make() is None and sharding.make(data=0) is None
+  for sizes in (dict(data=2), dict(tensor=2), dict(data=0, fsdp=3)):
+    with pytest.raises(ValueError, match='does not fit on 1 devices'):
+      sharding.make(**sizes)
+  sharding.require_rows(MESH, 8, 'batch')
+  sharding.require_rows(None, 7, 'batch')
+  with pytest.raises(ValueError, match=r'distill\.batch is 6, .* 4 parts'):
+    sharding.require_rows(MESH, 6, 'distill.batch')
+  for where in ('', 'host', 'host:1,2', 'host:1,2,2', 'host,2,1'):
+    with pytest.raises(ValueError, match='give auto, or the address'):
+      sharding.join(where)
+
+
+def test_bytes_are_those_of_the_fullest_device():
+  model = jax.eval_shape(lambda: toys.transformer(vocab_size=16))
+  whole = sharding.bytes_each(model)
+  assert whole == sum(x.size * 4 for x in jax.tree.leaves(model))
+  spread = sharding.described(model, MESH)
+  # All matrices are in four parts, the norms in one.
+  norms = sum(x.size * 4 for x in jax.tree.leaves(model) if x.ndim == 1)
+  assert sharding.bytes_each(spread) == norms + (whole - norms) // 4
+
+
+def start(program, *arguments, devices=1):
+  """A process with so many fake devices."""
+  return subprocess.Popen(
+    [sys.executable, program, *map(str, arguments)],
+    cwd=scripts.ROOT,
+    env={
+      **os.environ,
+      'PYTHONPATH': f'{scripts.ROOT}:{scripts.ROOT / "tests"}',
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'
+      ' --xla_backend_optimization_level=0',
+    },
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(*processes):
+  """Their output; fails where one of them does."""
+  try:
+    for process in processes:
+      out, error = process.communicate(timeout=300)
+      assert process.returncode == 0, error[-3000:]
+    return out
+  finally:
+    for process in processes:
+      process.kill()
+
+
+def address():
+  """Where processes of this machine may meet."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    return f'localhost:{free.getsockname()[1]}'
+
+
+@pytest.fixture(scope='module')
+def outcomes(tmp_path_factory):
+  """By mesh, what the program came to there; and of its second process."""
+  folder = tmp_path_factory.mktemp('meshes')
+  finish(start(PROGRAM, folder / 'one', 1, 1, 1))
+  finish(start(PROGRAM, folder / 'four', 2, 1, 2, devices=4))
+  finish(start(PROGRAM, folder / 'stored', 1, 4, 1, devices=4))
+  where = address()
+  finish(
+    *(
+      start(PROGRAM, folder / 'two', 2, 1, 2, f'{where},2,{i}', devices=2)
+      for i in range(2)
+    )
+  )
+  names = 'one', 'four', 'stored', 'two'
+  found = {name: np.load(folder / f'{name}0.npz') for name in names}
+  return found | {'second': np.load(folder / 'two1.npz')}
+
+
+MESHES = pytest.mark.parametrize('name', ['four', 'stored', 'two', 'second'])
+
+
+@pytest.mark.slow
+@MESHES
+def test_the_tokens_of_an_oracle_are_the_same(outcomes, name):
+  for field in ('oracle', 'oracle/accepted'):
+    np.testing.assert_array_equal(outcomes[name][field], outcomes['one'][field])
+  assert outcomes['one']['oracle/accepted'].sum() > 20  # something was at stake
+
+
+@pytest.mark.slow
+@MESHES
+def test_a_model_differs_by_rounding(outcomes, name):
+  one, other = outcomes['one'], outcomes[name]
+  apart = np.abs(one['logits'] - other['logits']).max()
+  print(f'{name}: logits differ by {apart:.1e} at most')
+  assert apart < 1e-5 * np.abs(one['logits']).max()
+  # No near-tie is among these, so not a token differs.
+  np.testing.assert_array_equal(one['model'], other['model'])
+
+
+@pytest.mark.slow
+@MESHES
+def test_parameters_after_a_step_are_the_same(outcomes, name):
+  one, other = outcomes['one'], outcomes[name]
+  fields = [field for field in one.files if field.startswith('state/')]
+  assert len(fields) > 10
+  for field in fields:
+    np.testing.assert_allclose(one[field], other[field], rtol=0, atol=1e-5)
+  np.testing.assert_allclose(one['loss'], other['loss'], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_each_process_reads_its_own_rows_once(outcomes):
+  mine = outcomes['two']['asked/0'], outcomes['second']['asked/1']
+  np.testing.assert_array_equal(mine[0], range(4))
+  np.testing.assert_array_equal(mine[1], range(4, 8))
+
+
+TINY = (
+  '--config=configs/stdlib.py:tiny',
+  '--config.pretrain.steps=60',
+  '--config.pretrain.batch=4',
+  '--config.pretrain.eval_every=20',
+)
+FOUR = ('--config.mesh.data=2', '--config.mesh.tensor=2')
+
+
+def pretrain(folder, *more, devices=1):
+  arguments = *TINY, f'--workdir={folder}', *more
+  return start('train/pretrain.py', *arguments, devices=devices)
+
+
+def parameters(folder):
+  """Of the newest checkpoint."""
+  target = Checkpoints(folder / 'target')
+  like = target._record(target.latest())['layout']['model']
+  shapes = {}
+  for name, text in like.items():
+    dtype, _, shape = text.partition('[')
+    sizes = [int(n) for n in shape.rstrip(']').split(',') if n]
+    shapes[name] = jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+  return target.restore(target.latest(), {'model': shapes})['model']
+
+
+def run_on(kind, folder):
+  """Starts the training there: on devices of one process, or in two."""
+  if kind == 'two processes':
+    where = address()
+    return [
+      pretrain(folder, *FOUR, f'--distributed={where},2,{i}', devices=2)
+      for i in (0, 1)
+    ]
+  if kind == 'four devices':
+    return [pretrain(folder, *FOUR, devices=4)]
+  return [pretrain(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('begin', 'end'),
+  [
+    ('one device', 'four devices'),
+    ('four devices', 'one device'),
+    ('two processes', 'one device'),
+  ],
+)
+def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
+  whole, broken = tmp_path / 'whole', tmp_path / 'broken'
+  finish(*run_on('one device', whole))
+  log = broken / 'logs' / 'pretrain.jsonl'
+  begun = run_on(begin, broken)
+  try:
+    while not logs.read(log):
+      assert begun[0].poll() is None, begun[0].communicate()[1][-3000:]
+      time.sleep(0.01)
+    begun[-1].send_signal(signal.SIGTERM)  # of several, to one
+    errors = [process.communicate(timeout=120)[1] for process in begun]
+  finally:
+    for process in begun:
+      process.kill()
+  for process, error in zip(begun, errors, strict=True):
+    assert process.returncode == 143, error[-3000:]
+  reached = Checkpoints(broken / 'target').latest()
+  assert 0 < reached < 60
+  before = logs.read(log)
+  assert before[-1]['step'] == reached
+  said = 'pretrain is saved, and it ends as SIGTERM asks'
+  assert [said in error for error in errors] == [True, False][: len(errors)]
+
+  finish(*run_on(end, broken))
+  a, b = parameters(whole), parameters(broken)
+  for name in a:
+    np.testing.assert_allclose(a[name], b[name], rtol=0, atol=1e-3)
+  lines = logs.read(log)
+  assert lines[: len(before)] == before  # it went on, and did not begin again
+  steps = [line['step'] for line in lines]
+  assert steps == sorted(set(steps)) and steps[-1] == 60
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_target_and_a_draft(tmp_path):
+  folder, where = tmp_path / 'run', address()
+  more = (
+    *TINY,
+    f'--workdir={folder}',
+    '--config.distill.batch=4',
+    '--config.distill.steps=4',
+    '--config.data.corpus=0.5',
+    '--config.data.target=0.5',
+    *FOUR,
+  )
+  out = finish(
+    *(
+      start(
+        'train/distill.py', *more, f'--distributed={where},2,{i}', devices=2
+      )
+      for i in (1, 0)
+    )
+  )
+  assert 'draft: acceptance' in out
+  # It is a run like any other, on one device too.
+  code, text, error = scripts.run(
+    'eval/generate.py', f'--workdir={folder}', '--prompt=def', '--tokens=8'
+  )
+  assert code == 0 and text, error
+  steps = [line['step'] for line in logs.read(folder / 'logs/pretrain.jsonl')]
+  assert steps == sorted(set(steps)) and steps[-1] == 60
