@@ -35,7 +35,6 @@ _LEAST = {
   'batch': 1,
   'batches': 1,
   'controlled_k': 1,
-  'data': 0,  # of a mesh
   'eval_every': 1,
   'eval_windows': 1,
   'fsdp': 1,

@@ -52,7 +52,7 @@ def test_every_matrix_has_a_rule(name):
 
 def test_meshes_that_make_no_sense_are_refused():
   assert sharding.make() is None and sharding.make(data=0) is None
-  for sizes in (dict(data=2), dict(tensor=2), dict(data=0, fsdp=3)):
+  for sizes in (dict(data=2), dict(data=-1), dict(data=0, fsdp=3)):
     with pytest.raises(ValueError, match='does not fit on 1 devices'):
       sharding.make(**sizes)
   sharding.require_rows(MESH, 8, 'batch')

@@ -22,6 +22,7 @@ from specjax import (
   sharding,
   training,
 )
+from specjax.checkpoint import Checkpoints
 from specjax.workspace import TARGET, Workspace
 
 
@@ -44,7 +45,9 @@ def pretrain(workspace: Workspace):
     print(f'target: {size:,} parameters, from {path}')
     return
   c, mesh = workspace.config['pretrain'], workspace.mesh
-  recipes.require_rows(workspace, 'pretrain')
+  done = Checkpoints(workspace.folder / 'target').latest() or 0
+  if done < c['steps']:
+    recipes.require_rows(workspace, 'pretrain')
   workspace.prepare()
   windows = workspace.windows('train')
   held_out = workspace.windows('validation')
