@@ -55,7 +55,7 @@ def measured(run, arms, *more):
     'eval/peers.py',
     f'--workdir={run}',
     f'--arms={",".join(sorted(arms - {"plain"}))}',
-    '--tokens=32',
+    '--tokens=96',
     '--count=2',
     '--repeats=1',
     '--threads=1',
@@ -109,7 +109,7 @@ def test_many_prompts_in_halved_weights(run):
     run,
     {'plain', 'ngram@2'},
     '--batches=2',
-    '--contexts=48',
+    '--contexts=112',
     '--dtypes=bfloat16',
     '--top_p=.9',
   )
