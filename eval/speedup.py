@@ -220,7 +220,7 @@ def measure(workspace: Workspace, draft: str):
       )
   keep(costs_file, target, drafter, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
-  text = held_out(workspace, largest, decode['prompt_length'] + new)
+  text = held_out(workspace, largest, size)
   return {
     'versions': runs.versions(),
     'verify': decode['verify'],

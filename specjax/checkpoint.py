@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from specjax import sharding
+from specjax import processes, sharding
 
 Path = pathlib.Path
 
@@ -119,7 +119,7 @@ class Checkpoints:
     self.wait()
     if step in self.steps():
       return
-    sharding.by_first(self._clear, f'clearing {self.directory}')
+    processes.by_first(self._clear, f'clearing {self.directory}')
     flat = {name: _flatten(item)[0] for name, item in items.items()}
     record = {
       'meta': dict(meta or {}),
@@ -144,7 +144,7 @@ class Checkpoints:
     (step, response), self._writing = self._writing, None
     with self._failing(step):
       response.result()
-    sharding.by_first(self._thin, f'thinning {self.directory}')
+    processes.by_first(self._thin, f'thinning {self.directory}')
 
   def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Loads the named items of a step.

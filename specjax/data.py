@@ -9,6 +9,7 @@ from.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from specjax import files, sharding
 from specjax.corpora import Corpus
@@ -149,7 +150,7 @@ class Batches:
     """Batch `index`, counted from 0 over all epochs: arrays `[B, T]`."""
     start = index * self._size
     places = [(self._rows, i) for i in range(start, start + self._size)]
-    return sharding.batch(Picked(places), self._mesh)
+    return stack(Picked(places), self._mesh)
 
 
 class Picked(Sequence[Batch]):
@@ -169,27 +170,51 @@ class Picked(Sequence[Batch]):
     return source[number]
 
 
-def in_order(
-  windows: Sequence[Batch], batch_size: int, mesh: Mesh | None = None
-) -> Iterator[Batch]:
+def stack(rows: Sequence[Batch], mesh: Mesh | None = None) -> Batch:
+  """Rows `[T]` as one batch `[B, T]`, divided by rows.
+
+  A process asks only for the rows of its own devices, and for each once.
+
+  Args:
+    rows: B of them, read when they are asked for.
+    mesh: where the batch goes; None: NumPy arrays.
+  """
+  read = functools.cache(rows.__getitem__)
+  if mesh is None:
+    own = map(read, range(len(rows)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *own)
+  place = NamedSharding(mesh, sharding.ROWS)
+  mine = place.addressable_devices_indices_map((len(rows),)).values()
+  like = read(next(iter(mine))[0].start or 0)
+
+  def field(name, one):
+    def part(index):
+      chosen = range(len(rows))[index[0]]
+      return np.stack([getattr(read(i), name) for i in chosen])
+
+    shape = len(rows), *np.shape(one)
+    return jax.make_array_from_callback(shape, place, part)
+
+  return Batch(*map(field, Batch._fields, like))
+
+
+def in_order(windows: Sequence[Batch], batch_size: int) -> Iterator[Batch]:
   """Goes once through the windows, for evaluation.
 
   Args:
     windows: a source of rows `[T]`.
-    batch_size: `B`, or a little more where a mesh divides the rows.
-    mesh: where they go.
+    batch_size: `B`.
 
   Yields:
     Batches `[B, T]`, all of one shape: the last is filled up with rows of
     padding, which have weight 0 throughout.
   """
-  batch_size = sharding.whole_parts(batch_size, mesh)
   for start in range(0, len(windows), batch_size):
     stop = min(start + batch_size, len(windows))
     rows = [windows[i] for i in range(start, stop)]
     blank = jax.tree.map(np.zeros_like, rows[0])
     rows += [blank] * (batch_size - len(rows))
-    yield sharding.batch(rows, mesh)
+    yield stack(rows)
 
 
 def pad(

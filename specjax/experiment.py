@@ -121,10 +121,10 @@ def app(
 
 def _join(where: str) -> None:
   """Makes this process one of several; but for the first they are silent."""
-  from specjax import sharding  # here, so that a mistyped command is quick
+  from specjax import processes  # here, so that a mistyped command is quick
 
-  sharding.join(where)
-  if not sharding.first():
+  processes.join(where)
+  if not processes.first():
     sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 - until the end
 
 

@@ -50,10 +50,10 @@ class Plan(NamedTuple):
 
   def __str__(self) -> str:
     """In one line."""
-    parts = [f'{_size(size)} {name}' for name, size in self._asdict().items()]
+    parts = [f'{said(size)} {name}' for name, size in self._asdict().items()]
     return (
       f'on each device {", ".join(parts)}: into a round go'
-      f' {_size(self.arguments)} and out come {_size(self.outputs)}'
+      f' {said(self.arguments)} and out come {said(self.outputs)}'
     ).replace('_', ' ')
 
 
@@ -104,7 +104,8 @@ def plan(
   )
 
 
-def _size(count: int) -> str:
+def said(count: int) -> str:
+  """Bytes, in words."""
   power = next((p for p in (9, 6, 3) if count >= 10**p), 0)
   unit = {9: 'GB', 6: 'MB', 3: 'kB', 0: 'B'}[power]
   return f'{count / 10**power:.3g} {unit}'

@@ -15,7 +15,7 @@ import rich.console
 import rich.progress
 import tensorboardX
 
-from specjax import files, sharding
+from specjax import files, processes
 
 
 class Logger:
@@ -35,7 +35,7 @@ class Logger:
       step: the last step whose scalars still hold; None keeps all, -1 none.
     """
     self._lines = self._events = None
-    if not sharding.first():
+    if not processes.first():
       return
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Progress:
     self._start = self._printed = clock()
     self._first = None  # when the first step of this process was done, and how
     self._bar = None  # many there were then
-    self._silent = not sharding.first()
+    self._silent = not processes.first()
     if self._silent:
       return
     console = _console(getattr(self._file, 'rich_proxied_file', self._file))

@@ -113,6 +113,12 @@ def optimization(
   )
 
 
+def open_to_train(folder: Path, config: Mapping[str, Any]) -> Workspace:
+  """`Workspace.create`, on the mesh that the configuration has."""
+  mesh = sharding.make(**config.get('mesh', {}))
+  return Workspace.create(folder, config, mesh)
+
+
 def require_rows(workspace: Workspace, section: str) -> None:
   """Refuses a batch of `pretrain` or `distill` that the mesh cannot divide.
 
@@ -143,7 +149,6 @@ def distil(
   weights = distill.objective(workspace.config['loss']['kl_weight'])
   tx, step = optimization(c, loss(workspace.config), batch=1)
   mesh = workspace.mesh
-  require_rows(workspace, 'distill')
   workspace.prepare()
   evaluate = functools.partial(
     measure,
@@ -253,12 +258,12 @@ def measure(
     target: the run's target.
     workspace: the run.
   """
-  c = workspace.config['decode']
+  c, mesh = workspace.config['decode'], workspace.mesh
   rollouts = workspace.rollouts(target, c['temperature'])
   warp = warps.temperature(c['temperature'])
   parts = (
-    compiled(drafter, target, warp, c['k'], batch)
-    for batch in data.in_order(rollouts, 16, workspace.mesh)
+    compiled(drafter, target, warp, c['k'], sharding.by_rows(batch, mesh))
+    for batch in data.in_order(rollouts, sharding.whole_parts(16, mesh))
   )
   found = {name: float(x) for name, x in distill.means(parts).items()}
   # What a draft of a part of the vocabulary cannot say at all has no mean.

@@ -14,11 +14,9 @@ everything is on one device and nothing here does anything.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -33,7 +31,7 @@ from jax.sharding import (
   PartitionSpec,
 )
 
-from specjax.types import Array, Batch
+from specjax.types import Array
 
 Tree = TypeVar('Tree')
 
@@ -184,34 +182,6 @@ def by_rows(tree: Tree, mesh: Mesh | None) -> Tree:
   return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, ROWS)), tree)
 
 
-def batch(rows: Sequence[Batch], mesh: Mesh | None) -> Batch:
-  """Rows `[T]` as one batch `[B, T]`, divided by rows.
-
-  A process asks only for the rows of its own devices, and for each once.
-
-  Args:
-    rows: B of them, read when they are asked for.
-    mesh: where.
-  """
-  read = functools.cache(rows.__getitem__)
-  if mesh is None:
-    own = [read(i) for i in range(len(rows))]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *own)
-  place = NamedSharding(mesh, ROWS)
-  mine = place.addressable_devices_indices_map((len(rows),)).values()
-  like = read(next(iter(mine))[0].start or 0)
-
-  def field(name, one):
-    def part(index):
-      chosen = range(len(rows))[index[0]]
-      return np.stack([getattr(read(i), name) for i in chosen])
-
-    shape = len(rows), *np.shape(one)
-    return jax.make_array_from_callback(shape, place, part)
-
-  return Batch(*map(field, Batch._fields, like))
-
-
 def step(function: Callable[..., Any], state: Any) -> Callable[..., Any]:
   """An update `(state, ...) -> (state, scalars)`, compiled.
 
@@ -298,84 +268,6 @@ def bytes_each(tree: Any) -> int:
     return math.prod(shape) * jnp.result_type(x).itemsize
 
   return sum(map(one, jax.tree.leaves(tree)))
-
-
-def join(where: str) -> None:
-  """Makes this process one of many; before anything else asks for devices.
-
-  Args:
-    where: 'auto' leaves it to JAX to find out from the environment (TPU pods,
-      SLURM, Open MPI, Kubernetes); or 'HOST:PORT,COUNT,NUMBER', the address of
-      process 0, how many there are and which this one is.
-
-  Raises:
-    ValueError: it is neither, or the processes do not find one another.
-  """
-  found = re.fullmatch(r'([^,]+:\d+),(\d+),(\d+)', where)
-  if where != 'auto' and (not found or int(found[3]) >= int(found[2])):
-    raise ValueError(
-      f'--distributed is {where!r}: give auto, or the address of process 0, how'
-      ' many there are and the number of this one from 0, as in'
-      ' 10.0.0.1:1234,2,0'
-    )
-  given = (found[1], int(found[2]), int(found[3])) if found else ()
-  try:
-    jax.distributed.initialize(*given)
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(
-      f'--distributed={where}: the processes do not find one another ({error})'
-    ) from error
-
-
-def first() -> bool:
-  """Whether this is process 0, which writes what one process is to write."""
-  return jax.process_index() == 0
-
-
-def agreed(value: bool) -> bool:
-  """What process 0 says, everywhere: of a file that it may soon write."""
-  if jax.process_count() == 1:
-    return value
-  return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
-
-
-def by_first(action: Callable[[], Any], what: str) -> None:
-  """Does something in process 0, for which all wait.
-
-  Args:
-    action: done there.
-    what: it is, for the message.
-
-  Raises:
-    RuntimeError: it failed, and this is another process; the first has its own
-      error.
-  """
-  with in_turn(what):
-    if first():
-      action()
-
-
-@contextlib.contextmanager
-def in_turn(what: str) -> Iterator[None]:
-  """Process 0 goes through it first; the others then find what it made.
-
-  Args:
-    what: it is, for the message.
-
-  Raises:
-    RuntimeError: process 0 failed, and this is another.
-  """
-  if not first():
-    if not agreed(True):
-      raise RuntimeError(f'process 0 says why it failed: {what}')
-    yield
-    return
-  try:
-    yield
-  except BaseException:
-    agreed(False)
-    raise
-  agreed(True)
 
 
 def _parted() -> AbstractMesh | None:

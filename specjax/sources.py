@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import data, logs, sharding, texts, warps
+from specjax import data, logs, processes, texts, warps
 from specjax.drafters.none import NoDrafter
 from specjax.types import Batch, Drafter, LanguageModel
 
@@ -99,7 +99,7 @@ class Mixture:
         text, since = source(step, model)
         first = self._before(since)[i]
         places += [(text, j - first) for j in range(start[i], stop[i])]
-    return sharding.batch(data.Picked(places), self._mesh)
+    return data.stack(data.Picked(places), self._mesh)
 
   def _before(self, step: int) -> list[int]:
     return counts(self._shares, step * self._batch)
@@ -233,7 +233,7 @@ class Written:
       text = texts.load_made(path, made_from)
     except (OSError, ValueError) as error:
       why = error
-    if sharding.agreed(text is not None):  # none writes alone
+    if processes.agreed(text is not None):  # none writes alone
       if text is None:
         raise why
       return text
@@ -252,7 +252,7 @@ class Written:
       'tokens_per_round': new / int(text.rounds.sum()),
       'seconds': seconds,
     }
-    sharding.by_first(
+    processes.by_first(
       lambda: texts.save_made(path, text, made_from, measured), f'{path}'
     )
     # Of a generation that was written twice only the last is on record.

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from specjax import files, flops, sharding
+from specjax import flops, footprint, processes, sharding
 from specjax.checkpoint import Checkpoints
 from specjax.logs import Logger, Progress
 from specjax.optimizing import TrainState
@@ -94,12 +88,11 @@ def fit(
     RuntimeError: if another process trains into the folder.
     SystemExit: after a SIGTERM, when what it had done was saved.
   """
-  with contextlib.ExitStack() as stack:
-    sharding.by_first(
-      lambda: stack.enter_context(files.alone(folder)), f'locking {folder}'
-    )
-    preemption = stack.enter_context(_Preemption(log.name))
-    checkpoints = stack.enter_context(Checkpoints(folder))
+  with (
+    processes.alone(folder),
+    processes.Preemption(log.name) as preemption,
+    Checkpoints(folder) as checkpoints,
+  ):
     done = checkpoints.latest() or 0
     best = _Best(checkpoints)
     over = done >= steps or best.waited(done, every, patience)
@@ -182,62 +175,18 @@ def _footprint(state: TrainState, batch: Batch, beside: Any) -> str:
     'target': beside,
     'text': batch,
   }
-  sizes = {name: sharding.bytes_each(x) / 1e6 for name, x in parts.items()}
-  said = ', '.join(f'{size:,.4g} MB {name}' for name, size in sizes.items())
+  sizes = {name: sharding.bytes_each(x) for name, x in parts.items()}
+  said = ', '.join(f'{footprint.said(n)} {name}' for name, n in sizes.items())
   count = _devices(state)
-  back = sizes['parameters'] + sizes['optimiser']
+  back = footprint.said(sizes['parameters'] + sizes['optimiser'])
   return (
     f'on {"one device" if count == 1 else f"each of {count} devices"} {said}:'
-    f' into a step go {sum(sizes.values()):,.4g} MB and out come {back:,.4g}'
+    f' into a step go {footprint.said(sum(sizes.values()))} and out come {back}'
   )
 
 
 def _devices(state: TrainState) -> int:
   return len(jax.tree.leaves(state)[0].sharding.device_set)
-
-
-# Of calls in this process: JAX's runtime settles on one that is ahead of all.
-_CALLS = itertools.count(1)
-
-
-class _Preemption:
-  """Whether a scheduler wants the machine back; if so, the process ends."""
-
-  def __init__(self, name: str):
-    """Takes the name of what is saved then."""
-    self._name, self._asked = name, False
-    self._heeding, self._before = False, None
-
-  def __enter__(self) -> _Preemption:
-    """Heeds SIGTERM from now on; of many processes, JAX's runtime does."""
-    alone = jax.process_count() == 1
-    if alone and threading.current_thread() is threading.main_thread():
-      self._before = signal.signal(signal.SIGTERM, self._ask)
-      self._heeding = True
-    return self
-
-  def __exit__(self, kind, *_) -> None:
-    """Ends the process if that was asked, whether or not it was done anyway."""
-    if self._heeding:
-      # None is a handler that is not Python's.
-      signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-    if self._asked and kind is None:
-      if sharding.first():
-        print(
-          f'{self._name} is saved, and it ends as SIGTERM asks: the same'
-          ' command goes on',
-          file=sys.stderr,
-        )
-      raise SystemExit(128 + signal.SIGTERM)
-
-  def asked(self) -> bool:
-    """Whether to end behind this step, as all processes are told."""
-    if jax.process_count() > 1:
-      self._asked |= multihost_utils.reached_preemption_sync_point(next(_CALLS))
-    return self._asked
-
-  def _ask(self, *_) -> None:
-    self._asked = True
 
 
 class _Best:

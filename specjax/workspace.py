@@ -11,7 +11,6 @@ runs/<name>/
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -32,8 +31,8 @@ from specjax import (
   data,
   draft_length,
   drafters,
-  files,
   pricing,
+  processes,
   runs,
   settings,
   sharding,
@@ -86,7 +85,7 @@ class Workspace:
       ValueError: it makes no sense, or differs from what the run was made
         with; nothing is written then.
     """
-    with sharding.in_turn(f'opening {folder}'):
+    with processes.in_turn(f'opening {folder}'):
       run = cls._create(folder, config)
     run.mesh = mesh
     return run
@@ -114,7 +113,7 @@ class Workspace:
       path = config['target']['path']
       hashed = source.hash if source else _hash_of_target(folder, path)
       config['target'] = {**config['target'], 'sha256': hashed}
-    if sharding.first():
+    if processes.first():
       runs.open_run(folder, config, frozen, set(config) - set(frozen))
     run = cls(folder, runs.read_json(folder / 'config.json'))
     if source:
@@ -188,7 +187,7 @@ class Workspace:
 
     In one process, where there are several.
     """
-    with sharding.in_turn('the corpus'):
+    with processes.in_turn('the corpus'):
       if self.corpus.name != corpora.NONE:
         for split in ('train', 'validation'):
           self.ids(split)
@@ -250,10 +249,7 @@ class Workspace:
     folder, wanted = self.folder / 'target', self.config['target']
     if checkpoint.Checkpoints(folder).latest() is not None:
       return
-    with contextlib.ExitStack() as stack:
-      sharding.by_first(
-        lambda: stack.enter_context(files.alone(folder)), f'locking {folder}'
-      )
+    with processes.alone(folder):
       if checkpoint.Checkpoints(folder).latest() is not None:
         return  # another process was first
       source = self._source
@@ -270,7 +266,7 @@ class Workspace:
       }
       # One that lies there is of a model that could not be loaded.
       path = self.folder / 'tokenizer.json'
-      sharding.by_first(lambda: tokenizer.save(path), f'{path}')
+      processes.by_first(lambda: tokenizer.save(path), f'{path}')
       self.__dict__.pop('tokenizer', None)
       target = sharding.spread(target, self.mesh)
       checkpoint.save_model(folder, target, record)
@@ -512,7 +508,7 @@ class Workspace:
     name = f'step{step}-T{temperature:g}-{count}x{size}+{wanted["tokens"]}'
     name += '' if held_out else f'-{split}'
     path = self.folder / 'rollouts' / f'{name}.npz'
-    if not sharding.agreed(path.exists()):
+    if not processes.agreed(path.exists()):
       text = texts.write(
         target or self.target(),
         NoDrafter(),
@@ -524,7 +520,7 @@ class Workspace:
         title=f'{"held-out " * held_out}text by the target',
         mesh=self.mesh,
       )
-      sharding.by_first(lambda: texts.save(path, text), f'{path}')
+      processes.by_first(lambda: texts.save(path, text), f'{path}')
     return texts.load(path)
 
   def _new_tokenizer(self) -> tokenizers.Tokenizer:

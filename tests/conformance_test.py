@@ -374,13 +374,17 @@ def written(drafter, spread=False):
   """
   rng, warp = np.random.default_rng(0), warps.Temperature(0.0)
   mesh = sharding.make(data=4) if spread else None
-  result = generation.generate(
-    *sharding.spread((TARGET, with_warp(drafter, warp)), mesh),
+  target, own = sharding.spread((TARGET, with_warp(drafter, warp)), mesh)
+  state = generation.start(
+    target,
+    own,
     [rng.integers(0, V, n).tolist() for n in (1, 4, 9, 2)],
     key=jax.random.key(0),
     max_new_tokens=15,
-    verifier=rule_for(drafter),
-    warp=warp,
     mesh=mesh,
   )
-  return result.tokens
+  rule, never = verify.as_pytree(rule_for(drafter)), jnp.zeros(0, jnp.int32)
+  settings = target, own, rule, warp, never
+  state = generation.advance(*settings, state, 99, mesh=mesh)
+  assert len(state.tokens.sharding.device_set) == (4 if spread else 1)
+  return np.asarray(state.tokens)

@@ -11,7 +11,15 @@ import numpy as np
 import optax
 import toys
 
-from specjax import data, distill, generation, optimizing, sharding, warps
+from specjax import (
+  data,
+  distill,
+  generation,
+  optimizing,
+  processes,
+  sharding,
+  warps,
+)
 from specjax.drafters.model import ModelDrafter
 from specjax.types import Batch
 
@@ -57,7 +65,7 @@ def read(asked):
 def trained(mesh):
   """Logits of a model on a batch, and what one step makes of a draft."""
   asked = []
-  batch = sharding.batch(read(asked), mesh)
+  batch = data.stack(read(asked), mesh)
   target = sharding.spread(toys.transformer(**SIZES), mesh)
 
   @jax.jit
@@ -87,7 +95,7 @@ def trained(mesh):
 def main(out, data, fsdp, tensor, where=None):
   """Does it."""
   if where:
-    sharding.join(where)
+    processes.join(where)
   mesh = sharding.make(int(data), int(fsdp), int(tensor))
   found = {}
   for part in (texts, trained):

@@ -2,7 +2,6 @@
 
 import importlib.machinery
 import json
-import subprocess
 import sys
 import types
 
@@ -245,27 +244,8 @@ def test_without_a_file_prompts_begin_documents(tmp_path):
 
 @pytest.mark.slow
 def test_nothing_that_only_a_peer_needs_is_imported():
-  program = """
-import sys
-gone = {'torch', 'transformers', 'llama_cpp', 'gguf', 'safetensors'}
-
-class Gone:
-  @staticmethod
-  def find_spec(name, path, target=None):
-    if name.partition('.')[0] in gone:
-      raise ModuleNotFoundError(f'no {name}', name=name)
-
-sys.meta_path.insert(0, Gone)
-import specjax.peers.memory
-"""
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    cwd=scripts.ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
+  needed = {'torch', 'transformers', 'llama_cpp', 'gguf', 'safetensors'}
+  scripts.execute('import specjax.peers.memory', needed)
 
 
 @pytest.mark.slow

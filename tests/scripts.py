@@ -12,16 +12,20 @@ from absl import flags
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def start(script, *arguments):
-  """A script in a process of its own; several may run at once."""
+def start(script, *arguments, devices=1):
+  """A script in a process of its own; several may run at once.
+
+  On so many fake devices.
+  """
   return subprocess.Popen(
-    [sys.executable, ROOT / script, *arguments],
+    [sys.executable, ROOT / script, *map(str, arguments)],
     cwd=ROOT,
     env={
       **os.environ,
       'PYTHONPATH': os.pathsep.join([str(ROOT), *_path()]),
       # Compiles in half the time.
-      'XLA_FLAGS': '--xla_backend_optimization_level=0',
+      'XLA_FLAGS': '--xla_backend_optimization_level=0'
+      f' --xla_force_host_platform_device_count={devices}',
     },
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -43,6 +47,34 @@ def finish(process, timeout=600):
 def run(script, *arguments):
   """Starts and finishes it."""
   return finish(start(script, *arguments))
+
+
+# The names of `gone` cannot be imported, nor what is in a package of them.
+HIDE = """
+import sys
+gone = {gone}
+
+class Gone:
+  @staticmethod
+  def find_spec(name, path, target=None):
+    if name in gone or name.partition('.')[0] in gone:
+      raise ModuleNotFoundError(f'no {{name}}', name=name)
+
+sys.meta_path.insert(0, Gone)
+"""
+
+
+def execute(program, gone):
+  """What a program prints, in a process where some modules are not there."""
+  done = subprocess.run(
+    [sys.executable, '-c', HIDE.format(gone=set(gone)) + program],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  return done.stdout
 
 
 def load(script):

@@ -1,27 +1,24 @@
 """The same on one device, on several, and in several processes."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import conformance_test
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scripts
 import toys
+from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from specjax import logs, sharding
-from specjax.checkpoint import Checkpoints
+from specjax import checkpoint, logs, processes, sharding
+from specjax.models.transformer import Transformer, TransformerConfig
 
 MESH = AbstractMesh((2, 2, 2), sharding.AXES)
-PROGRAM = scripts.ROOT / 'tests' / 'mesh_program.py'
+PROGRAM = 'tests/mesh_program.py'
 
 
 def test_a_parameter_is_divided_as_its_name_says():
@@ -61,7 +58,7 @@ def test_meshes_that_make_no_sense_are_refused():
     sharding.require_rows(MESH, 6, 'distill.batch')
   for where in ('', 'host', 'host:1,2', 'host:1,2,2', 'host,2,1'):
     with pytest.raises(ValueError, match='give auto, or the address'):
-      sharding.join(where)
+      processes.join(where)
 
 
 def test_bytes_are_those_of_the_fullest_device():
@@ -74,32 +71,15 @@ def test_bytes_are_those_of_the_fullest_device():
   assert sharding.bytes_each(spread) == norms + (whole - norms) // 4
 
 
-def start(program, *arguments, devices=1):
-  """A process with so many fake devices."""
-  return subprocess.Popen(
-    [sys.executable, program, *map(str, arguments)],
-    cwd=scripts.ROOT,
-    env={
-      **os.environ,
-      'PYTHONPATH': f'{scripts.ROOT}:{scripts.ROOT / "tests"}',
-      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'
-      ' --xla_backend_optimization_level=0',
-    },
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def finish(*processes):
-  """Their output; fails where one of them does."""
+def finish(*running):
+  """What the last of them printed; fails where one of them does."""
   try:
-    for process in processes:
-      out, error = process.communicate(timeout=300)
-      assert process.returncode == 0, error[-3000:]
+    for process in running:
+      code, out, error = scripts.finish(process, timeout=300)
+      assert code == 0, error[-3000:]
     return out
   finally:
-    for process in processes:
+    for process in running:
       process.kill()
 
 
@@ -114,13 +94,15 @@ def address():
 def outcomes(tmp_path_factory):
   """By mesh, what the program came to there; and of its second process."""
   folder = tmp_path_factory.mktemp('meshes')
-  finish(start(PROGRAM, folder / 'one', 1, 1, 1))
-  finish(start(PROGRAM, folder / 'four', 2, 1, 2, devices=4))
-  finish(start(PROGRAM, folder / 'stored', 1, 4, 1, devices=4))
+  finish(scripts.start(PROGRAM, folder / 'one', 1, 1, 1))
+  finish(scripts.start(PROGRAM, folder / 'four', 2, 1, 2, devices=4))
+  finish(scripts.start(PROGRAM, folder / 'stored', 1, 4, 1, devices=4))
   where = address()
   finish(
     *(
-      start(PROGRAM, folder / 'two', 2, 1, 2, f'{where},2,{i}', devices=2)
+      scripts.start(
+        PROGRAM, folder / 'two', 2, 1, 2, f'{where},2,{i}', devices=2
+      )
       for i in range(2)
     )
   )
@@ -180,19 +162,17 @@ FOUR = ('--config.mesh.data=2', '--config.mesh.tensor=2')
 
 def pretrain(folder, *more, devices=1):
   arguments = *TINY, f'--workdir={folder}', *more
-  return start('train/pretrain.py', *arguments, devices=devices)
+  return scripts.start('train/pretrain.py', *arguments, devices=devices)
 
 
 def parameters(folder):
-  """Of the newest checkpoint."""
-  target = Checkpoints(folder / 'target')
-  like = target._record(target.latest())['layout']['model']
-  shapes = {}
-  for name, text in like.items():
-    dtype, _, shape = text.partition('[')
-    sizes = [int(n) for n in shape.rstrip(']').split(',') if n]
-    shapes[name] = jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
-  return target.restore(target.latest(), {'model': shapes})['model']
+  """Of the target's newest checkpoint, read onto one device."""
+  target = folder / 'target'
+  return checkpoint.load_model(
+    target,
+    lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0)),
+    step=checkpoint.Checkpoints(target).latest(),
+  )
 
 
 def run_on(kind, folder):
@@ -233,7 +213,7 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
       process.kill()
   for process, error in zip(begun, errors, strict=True):
     assert process.returncode == 143, error[-3000:]
-  reached = Checkpoints(broken / 'target').latest()
+  reached = checkpoint.Checkpoints(broken / 'target').latest()
   assert 0 < reached < 60
   before = logs.read(log)
   assert before[-1]['step'] == reached
@@ -242,8 +222,8 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
 
   finish(*run_on(end, broken))
   a, b = parameters(whole), parameters(broken)
-  for name in a:
-    np.testing.assert_allclose(a[name], b[name], rtol=0, atol=1e-3)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-3)
   lines = logs.read(log)
   assert lines[: len(before)] == before  # it went on, and did not begin again
   steps = [line['step'] for line in lines]
@@ -264,7 +244,7 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
   )
   out = finish(
     *(
-      start(
+      scripts.start(
         'train/distill.py', *more, f'--distributed={where},2,{i}', devices=2
       )
       for i in (1, 0)

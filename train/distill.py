@@ -9,8 +9,7 @@ drafts of one target apart.
 from absl import flags
 from pretrain import pretrain
 
-from specjax import distill, experiment, recipes, sharding
-from specjax.workspace import Workspace
+from specjax import distill, experiment, recipes
 
 DRAFT = flags.DEFINE_string('draft', 'draft', "the draft's folder in the run")
 
@@ -20,8 +19,7 @@ def main(config, folder):
   config = config.to_dict()
   distill.objective(config['loss']['kl_weight'])  # refused before any work
   recipes.refuse_other_draft(folder / DRAFT.value, config, flag='--draft')
-  mesh = sharding.make(**config.get('mesh', {}))
-  workspace = Workspace.create(folder, config, mesh)
+  workspace = recipes.open_to_train(folder, config)
   recipes.require_rows(workspace, 'distill')
   pretrain(workspace)
   final = recipes.distil(workspace, workspace.target(), DRAFT.value)

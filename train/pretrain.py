@@ -28,9 +28,7 @@ from specjax.workspace import TARGET, Workspace
 
 def main(config, folder):
   """Opens the run and trains its target."""
-  config = config.to_dict()
-  mesh = sharding.make(**config.get('mesh', {}))
-  pretrain(Workspace.create(folder, config, mesh))
+  pretrain(recipes.open_to_train(folder, config.to_dict()))
 
 
 def pretrain(workspace: Workspace):
@@ -94,7 +92,9 @@ def evaluate(target, workspace: Workspace) -> dict[str, float]:
   """Loss on held-out text."""
   total = weight = count = 0.0
   for batch in held_out(workspace):
-    nats, tokens = _language_loss(target, batch)
+    nats, tokens = _language_loss(
+      target, sharding.by_rows(batch, workspace.mesh)
+    )
     total, weight = total + float(nats), weight + float(tokens)
     count += bytes_in(workspace, batch)
   return {
@@ -110,8 +110,7 @@ def unigram(workspace: Workspace) -> float:
   nats = math.log(counts.sum()) - np.log(counts)
   total = size = 0.0
   for batch in held_out(workspace):
-    tokens, weight = sharding.fetch((batch.tokens, batch.weight))
-    total += float((nats[tokens] * weight).sum())
+    total += float((nats[batch.tokens] * batch.weight).sum())
     size += bytes_in(workspace, batch)
   return metrics.bits_per_byte(total, size)
 
@@ -123,13 +122,13 @@ def held_out(workspace: Workspace):
   stride = max(1, len(windows) // count)
   sample = [windows[i] for i in range(0, len(windows), stride)][:count]
   size = workspace.config['pretrain']['batch']
-  return data.in_order(sample, size, workspace.mesh)
+  return data.in_order(sample, sharding.whole_parts(size, workspace.mesh))
 
 
 def bytes_in(workspace: Workspace, batch) -> float:
   """Bytes of the tokens that are predicted."""
-  tokens, weight = sharding.fetch((batch.tokens, batch.weight))
-  return float((workspace.tokenizer.byte_lengths[tokens] * weight).sum())
+  lengths = workspace.tokenizer.byte_lengths[batch.tokens]
+  return float((lengths * batch.weight).sum())
 
 
 _language_loss = jax.jit(distill.language_loss)
