@@ -58,7 +58,7 @@ FAMILIES = {
 
 
 def made(family, folder, **save):
-  """A random model of a family, and where it was saved."""
+  """A random model of a family, saved, to compute with in float64."""
   kind, own = FAMILIES[family]
   torch.manual_seed(SEED)
   config = getattr(transformers, kind)(**{**SIZES, **own})
@@ -67,7 +67,9 @@ def made(family, folder, **save):
     if 'norm' in name or name.endswith('bias'):  # else ones and zeros
       torch.nn.init.normal_(parameter, 1.0 if 'norm' in name else 0.0, 0.3)
   model.save_pretrained(folder, **save)
-  return model.eval()
+  # What float32 comes to is decided by the machine: fused attention of PyTorch
+  # was seen to be off by 5e-3 of a real model's logits on one of three.
+  return model.double().eval()
 
 
 def logits(model, ids):
@@ -84,7 +86,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(family, tmp_path):
   with torch.no_grad():
     wanted = theirs(torch.tensor(ids)).logits.numpy()
   assert np.abs(wanted).max() > 0.5
-  np.testing.assert_allclose(logits(ours, ids), wanted, atol=1e-3, rtol=0)
+  np.testing.assert_allclose(logits(ours, ids), wanted, atol=1e-4, rtol=0)
   prompt = ids[:1, :20]
   text = theirs.generate(
     torch.tensor(prompt), max_new_tokens=64, do_sample=False
@@ -121,7 +123,9 @@ def test_what_is_saved_loads_with_equal_logits(family, tmp_path):
   theirs = made(family, tmp_path / 'theirs')
   ours = huggingface.load(tmp_path / 'theirs')
   huggingface.save(ours, tmp_path / 'ours', tokenizers.Bytes())
-  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours')
+  again = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'ours', dtype=torch.float64
+  )
   ids = np.random.default_rng(0).integers(0, VOCAB, (1, 48))
   with torch.no_grad():
     wanted = theirs(torch.tensor(ids)).logits.numpy()
@@ -140,13 +144,13 @@ def test_shards_bfloat16_and_padding(tmp_path):
   assert len(huggingface.weight_files(tmp_path / 'parts')) > 2
   ids = np.random.default_rng(0).integers(0, 70, (1, 40))
   again = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / 'parts', dtype=torch.float32
+    tmp_path / 'parts', dtype=torch.float64
   )
   with torch.no_grad():
     wanted = again(torch.tensor(ids)).logits.numpy()
   ours = huggingface.load(tmp_path / 'parts', vocab_size=70)
   assert ours.config.vocab_size == 70 and ours.embedding.dtype == jnp.float32
-  np.testing.assert_allclose(logits(ours, ids), wanted[..., :70], atol=1e-3)
+  np.testing.assert_allclose(logits(ours, ids), wanted[..., :70], atol=1e-4)
   narrow = huggingface.load(tmp_path / 'parts', 'bfloat16')
   assert narrow.embedding.dtype == narrow.layers[0].qkv.dtype == jnp.bfloat16
   assert narrow.norm.dtype == jnp.float32

@@ -350,8 +350,12 @@ def test_transformers_takes_an_export_as_its_assistant(tmp_path):
   )
   for model, name in ((target, 'target'), (draft.model, 'draft')):
     huggingface.save(model, tmp_path / name, own, own.vocab_size + 5)
-  load = transformers.AutoModelForCausalLM.from_pretrained
-  theirs, assistant = load(tmp_path / 'target'), load(tmp_path / 'draft')
+  theirs, assistant = (
+    transformers.AutoModelForCausalLM.from_pretrained(
+      tmp_path / name, dtype=torch.float64
+    )
+    for name in ('target', 'draft')
+  )
   spelt = transformers.AutoTokenizer.from_pretrained(tmp_path / 'target')
   messages = [{'role': 'user', 'content': 'You are a helpful user, é\n all'}]
   ids = spelt.apply_chat_template(
