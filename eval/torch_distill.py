@@ -83,7 +83,7 @@ class Layer(torch.nn.Module):
   def forward(self, x, cos, sin):
     """One layer on `[B, T, D]`."""
     c = self.config
-    qkv = _norm(x, self.attention_norm, c) @ self.qkv
+    qkv = _norm(x, self.attention_norm, c) @ self.qkv.T
     qkv = qkv.unflatten(-1, (-1, c.head_size)).transpose(1, 2)
     q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), 1)
     mixed = F.scaled_dot_product_attention(
@@ -93,9 +93,9 @@ class Layer(torch.nn.Module):
       is_causal=True,
       enable_gqa=True,
     )
-    x = x + mixed.transpose(1, 2).flatten(2) @ self.proj
-    gate, up = (_norm(x, self.hidden_norm, c) @ self.gate_up).chunk(2, -1)
-    return x + (F.silu(gate) * up) @ self.down
+    x = x + mixed.transpose(1, 2).flatten(2) @ self.proj.T
+    gate, up = (_norm(x, self.hidden_norm, c) @ self.gate_up.T).chunk(2, -1)
+    return x + (F.silu(gate) * up) @ self.down.T
 
 
 def _parameter(weight):

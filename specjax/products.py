@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 
 import jax
@@ -46,19 +47,25 @@ def product(subscripts: str, x: Array, y: Array) -> Array:
   return _forward(subscripts, x, y)[0]
 
 
-def dot(x: Array, weight: Array, axis: int = 0) -> Array:
-  """Product of the last axis of `x` with one of the weight's two.
+def dot(x: Array, weight: Array) -> Array:
+  """Product of `x` `[..., inputs]` with a weight `[outputs, inputs]`.
 
-  Weights stay in their dtype (no conversion per call); sums are float32.
+  Weights stay in their dtype (no conversion per call); sums are float32. Inputs
+  come last: blocks of a few tokens, which speculation scores, are multiplied by
+  XLA on CPUs in .8 of the time that it takes otherwise, in bfloat16 in .6.
   """
+  alone = math.prod(x.shape[:-1]) == 1 and weight.dtype == jnp.bfloat16
+  if alone and jax.default_backend() == 'cpu':
+    # Of one row XLA makes a float32 product there, and of the weight a copy.
+    twice = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1]))
+    return dot(twice, weight)[:1].reshape(*x.shape[:-1], -1)
   if rounded():
     flat = x.reshape(-1, x.shape[-1])
-    terms = 'td,fd->tf' if axis else 'td,df->tf'
-    return product(terms, flat, weight).reshape(*x.shape[:-1], -1)
+    return product('td,fd->tf', flat, weight).reshape(*x.shape[:-1], -1)
   return jax.lax.dot_general(
     x.astype(weight.dtype),
     weight,
-    (((x.ndim - 1,), (axis,)), ((), ())),
+    (((x.ndim - 1,), (1,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
 

@@ -38,14 +38,13 @@ Tree = TypeVar('Tree')
 AXES = ('data', 'fsdp', 'tensor')
 ROWS = PartitionSpec(('data', 'fsdp'))
 
-# By the last part of a parameter's name: what divides its last axes. All else,
-# norms and scalars, is on every device.
+# By the last part of a parameter's name: what divides its last axes, outputs
+# and inputs. All else, norms and scalars, is on every device.
 RULES = {
-  'embedding|head': ('tensor', 'fsdp'),  # [V, D]
-  'qkv|gate_up|inner': ('fsdp', 'tensor'),  # into a layer
-  'proj|down|outer': ('tensor', 'fsdp'),  # back onto the residual stream
+  'embedding|head|qkv|gate_up|inner': ('tensor', 'fsdp'),  # out of the stream
+  'proj|down|outer': ('fsdp', 'tensor'),  # back onto it
   'qkv_bias': ('tensor',),
-  'adapter|fuse|join|weights': ('fsdp', None),  # of drafters
+  'adapter|fuse|join|weights': (None, 'fsdp'),  # of drafters
 }
 
 

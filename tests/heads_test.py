@@ -214,9 +214,9 @@ def test_memory_is_what_the_target_made_of_the_last_committed_token(name):
   forward = toys.jit(type(model).forward)
   rng, counts = np.random.default_rng(0), set()
   state = generation.start(
-    model, drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=40
+    model, drafter, PROMPTS, key=jax.random.key(0), max_new_tokens=60
   )
-  for turn in range(25):
+  for turn in range(40):
     if turn:
       resting = rng.random(3) < 0.1
       stop = state.length + rng.integers(1, 9, 3)
@@ -511,8 +511,8 @@ def test_a_page_says_what_the_heads_are_like():
   assert built('medusa', branching=[2]).paths == full_tree((2,), K)
   assert built('medusa', paths=[[0], [0, 1]]).paths == ((0,), (0, 1))
   drafter = built('blockwise', hidden=6)
-  assert drafter.heads[0].inner.shape == (V, 6)
-  assert built('blockwise').heads[0].inner.shape == (V, SIZES.hidden)
+  assert drafter.heads[0].inner.shape == (6, V)
+  assert built('blockwise').heads[0].inner.shape == (SIZES.hidden, V)
 
 
 @pytest.mark.slow

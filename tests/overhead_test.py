@@ -116,7 +116,7 @@ def plain_loop(model, tokens, row, count):
     x = model.embedding[...][token]
     written = []
     for layer, (keys, values) in zip(model.layers, cache, strict=True):
-      y = norm(x, layer.attention_norm) @ layer.qkv[...]
+      y = layer.qkv[...] @ norm(x, layer.attention_norm)
       y = y.reshape(-1, size)
       value = y[c.heads + c.kv_heads :]
       a, b = jnp.split(y[: c.heads + c.kv_heads], 2, -1)
@@ -128,10 +128,10 @@ def plain_loop(model, tokens, row, count):
       scores = jnp.einsum('hgd,hsd->hgs', query, keys) / size**0.5
       weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
       mixed = jnp.einsum('hgs,hsd->hgd', weights, values)
-      x = x + mixed.reshape(-1) @ layer.proj[...]
-      y = norm(x, layer.hidden_norm) @ layer.gate_up[...]
+      x = x + layer.proj[...] @ mixed.reshape(-1)
+      y = layer.gate_up[...] @ norm(x, layer.hidden_norm)
       gate, up = jnp.split(y, 2)
-      x = x + (jax.nn.silu(gate) * up) @ layer.down[...]
+      x = x + layer.down[...] @ (jax.nn.silu(gate) * up)
       written.append((keys, values))
     return model.embedding[...] @ norm(x, model.norm), written
 

@@ -25,14 +25,14 @@ def test_a_parameter_is_divided_as_its_name_says():
   def spec(path, *shape):
     return sharding.spec(path, shape, MESH)
 
-  assert spec('layers.0.qkv', 8, 12) == P('fsdp', 'tensor')
-  assert spec('opt.1.mu.layers.0.qkv', 8, 12) == P('fsdp', 'tensor')
-  assert spec('layers.0.down', 8, 12) == P('tensor', 'fsdp')
+  assert spec('layers.0.qkv', 8, 12) == P('tensor', 'fsdp')
+  assert spec('opt.1.mu.layers.0.qkv', 8, 12) == P('tensor', 'fsdp')
+  assert spec('layers.0.down', 8, 12) == P('fsdp', 'tensor')
   # Drafts that train together.
-  assert spec('layers.0.down', 5, 8, 12) == P(None, 'tensor', 'fsdp')
+  assert spec('layers.0.down', 5, 8, 12) == P(None, 'fsdp', 'tensor')
   assert spec('embedding', 13, 8) == P(None, 'fsdp')  # 13 is not divided
   assert spec('layers.0.hidden_norm', 8) == P()
-  assert spec('heads.2.weights.0', 8, 8) == P('fsdp', None)
+  assert spec('heads.2.weights.0', 8, 8) == P(None, 'fsdp')
   assert spec('not_qkv', 8, 8) == P()
 
 

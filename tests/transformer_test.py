@@ -38,7 +38,7 @@ def reference(model, tokens):
   for layer in model.layers:
     keys, values, after = [], [], []
     for position, x in enumerate(xs):
-      heads = norm(x, layer.attention_norm) @ take(layer.qkv[...])
+      heads = take(layer.qkv[...]) @ norm(x, layer.attention_norm)
       heads = heads.reshape(-1, size)
       queries = heads[: c.heads]
       keys.append(
@@ -54,10 +54,10 @@ def reference(model, tokens):
         weights = np.exp([query @ key[kv] / np.sqrt(size) for key in keys])
         weights = weights / weights.sum()
         mixed.append(sum(w * v[kv] for w, v in zip(weights, values, strict=1)))
-      x = x + np.concatenate(mixed) @ take(layer.proj[...])
-      y = norm(x, layer.hidden_norm) @ take(layer.gate_up[...])
+      x = x + take(layer.proj[...]) @ np.concatenate(mixed)
+      y = take(layer.gate_up[...]) @ norm(x, layer.hidden_norm)
       gate, up = y[: c.hidden], y[c.hidden :]
-      x = x + (gate / (1 + np.exp(-gate)) * up) @ take(layer.down[...])
+      x = x + take(layer.down[...]) @ (gate / (1 + np.exp(-gate)) * up)
       after.append(x)
     xs = after
     streams.append(np.stack(xs))

@@ -21,11 +21,11 @@ from specjax.types import Array, pytree
 
 @pytree
 class FeedForwardHead:
-  """x + ReLU(x U) W.
+  """x + W ReLU(U x).
 
   Attributes:
-    inner: U, `[D, hidden]`.
-    outer: W, `[hidden, D]`. Zeros change nothing: the head then says of its
+    inner: U, `[hidden, D]`.
+    outer: W, `[D, hidden]`. Zeros change nothing: the head then says of its
       token what the target said of the pending one.
   """
 
@@ -35,7 +35,7 @@ class FeedForwardHead:
   @property
   def width(self) -> int:
     """D."""
-    return self.outer.shape[-1]
+    return self.outer.shape[-2]
 
   def __call__(self, features: Array) -> Array:
     """`[..., D]` to `[..., D]`."""
@@ -54,8 +54,8 @@ def build(config, target, rngs) -> HeadsDrafter:
   heads = tuple(
     FeedForwardHead(
       # The features are normalised, and so is what comes of this.
-      jax.random.normal(rngs.params(), (width, hidden)) / math.sqrt(width),
-      jnp.zeros((hidden, width)),
+      jax.random.normal(rngs.params(), (hidden, width)) / math.sqrt(width),
+      jnp.zeros((width, hidden)),
     )
     for _ in range(c['heads'])
   )

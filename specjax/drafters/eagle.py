@@ -49,10 +49,10 @@ class EagleNet(nnx.Module):
     """Initialises the weights: at first the last features pass as they are."""
     width = config.width
     small = 0.02 * jax.random.normal(rngs.params(), (width, width))
-    others = jnp.zeros(((streams - 1) * width, width))
+    others = jnp.zeros((width, (streams - 1) * width))
     self.config = config
-    self.fuse = nnx.Param(jnp.concatenate([others, jnp.eye(width)]))
-    self.join = nnx.Param(jnp.concatenate([small, jnp.eye(width)]))
+    self.fuse = nnx.Param(jnp.concatenate([others, jnp.eye(width)], 1))
+    self.join = nnx.Param(jnp.concatenate([small, jnp.eye(width)], 1))
     self.token_norm = nnx.Param(jnp.ones(width))
     self.layer = transformer.Layer(config, rngs)
     if vocabulary:
@@ -281,7 +281,7 @@ class Eagle:
 
   def unembed_vocabulary(self, features):
     """Logits `[..., N]` of the ids of `vocabulary` alone."""
-    return products.dot(features, self.net.head[...], axis=1)
+    return products.dot(features, self.net.head[...])
 
   def _nothing(self, tokens: Array) -> Draft:
     return Draft(jnp.zeros((tokens.shape[0], 0), jnp.int32))

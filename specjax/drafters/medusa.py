@@ -17,7 +17,7 @@ from specjax.types import Array, pytree
 
 @pytree
 class ResidualHead:
-  """x + SiLU(x W), once or several times in a row.
+  """x + SiLU(W x), once or several times in a row.
 
   Attributes:
     weights: `[D, D]` each. Zeros change nothing: the head then says of its

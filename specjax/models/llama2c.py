@@ -256,7 +256,7 @@ def _read(path: str | os.PathLike, header: Header) -> dict[str, np.ndarray]:
 
 
 def _by_name(w: dict[str, np.ndarray], header: Header) -> dict:
-  """The weights by the names of `Transformer`, input dimension first."""
+  """The weights by the names of `Transformer`."""
 
   size = header.dim // header.n_heads
   named = {
@@ -268,10 +268,10 @@ def _by_name(w: dict[str, np.ndarray], header: Header) -> dict:
   for i in range(header.n_layers):
     q, k = (tensors.halves(w[name][i], size) for name in ('wq', 'wk'))
     layer = {
-      'qkv': np.concatenate([q, k, w['wv'][i]]).T,
-      'proj': w['wo'][i].T,
-      'gate_up': np.concatenate([w['w1'][i], w['w3'][i]]).T,
-      'down': w['w2'][i].T,
+      'qkv': np.concatenate([q, k, w['wv'][i]]),
+      'proj': w['wo'][i],
+      'gate_up': np.concatenate([w['w1'][i], w['w3'][i]]),
+      'down': w['w2'][i],
       'attention_norm': w['rms_att_weight'][i],
       'hidden_norm': w['rms_ffn_weight'][i],
     }

@@ -1,8 +1,7 @@
 """The weights of a `Transformer` by the names that other software gives them.
 
-Elsewhere each projection is a matrix `[outputs, inputs]` of its own; here those
-that read the same input are one, `[inputs, outputs]`. One table says which, and
-both directions go by it.
+Elsewhere each projection is a matrix of its own; here those that read the same
+input are one. One table says which, and both directions go by it.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ _NAMES = {
   },
   'down': {'model.layers.{}.mlp.down_proj.weight': 'blk.{}.ffn_down.weight'},
 }
-_SAME = 'embedding', 'head'  # [V, D] here too
-OF_VOCABULARY = tuple(name for own in _SAME for name in _NAMES[own])
+_ROWS = 'embedding', 'head'  # one for each id
+OF_VOCABULARY = tuple(name for own in _ROWS for name in _NAMES[own])
 # Of a model which is written, if nobody said: rotations have no end.
 POSITIONS = 8192
 _LISTED = 8  # names of a kind in one error
@@ -87,10 +86,8 @@ def parts(config: TransformerConfig, gguf: bool = False) -> dict[str, Shapes]:
     last = name.rpartition('.')[-1]
     names = _NAMES[last].values() if gguf else _NAMES[last]
     number = name.split('.')[1] if '.' in name else ''
-    outputs = joined.get(last, leaf.shape[-1:])
-    shapes = [(count, *leaf.shape[:-1]) for count in outputs]
-    if last in _SAME:
-      shapes = [leaf.shape]
+    outputs = joined.get(last, leaf.shape[:1])
+    shapes = [(count, *leaf.shape[1:]) for count in outputs]
     named = zip(names, shapes, strict=True)
     found[name] = {part.format(number): shape for part, shape in named}
   return found
@@ -179,7 +176,7 @@ def join(
   def weights(name):
     arrays = [read(part) for part in layout[name]]
     whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    return whole[:count] if name in _SAME else whole.T
+    return whole[:count] if name in _ROWS else whole
 
   return assemble(dataclasses.replace(config, vocab_size=count), weights)
 
@@ -201,7 +198,6 @@ def split(
     _leaves(model.config), jax.tree.leaves(model), strict=True
   ):
     whole = np.asarray(leaf)
-    whole = whole if name in _SAME else whole.T
     ends = np.cumsum([shape[0] for shape in layout[name].values()])
     for part, array in zip(
       layout[name], np.split(whole, ends[:-1]), strict=True

@@ -118,15 +118,15 @@ class Layer(nnx.Module):
     # Fused here, once: slicing a fused weight inside a loop would copy it, but
     # slicing what it produces is free.
     outputs = (c.heads + 2 * c.kv_heads) * size
-    self.qkv = _weight(rngs, c, (c.width, outputs))
+    self.qkv = _weight(rngs, c, (outputs, c.width))
     if c.qkv_bias:
       self.qkv_bias = nnx.Param(jnp.zeros(outputs))
     if c.qk_norm:
       self.query_norm = nnx.Param(jnp.ones(size))
       self.key_norm = nnx.Param(jnp.ones(size))
-    self.proj = _weight(rngs, c, (c.heads * size, c.width), out)
-    self.gate_up = _weight(rngs, c, (c.width, 2 * c.hidden))
-    self.down = _weight(rngs, c, (c.hidden, c.width), out)
+    self.proj = _weight(rngs, c, (c.width, c.heads * size), out)
+    self.gate_up = _weight(rngs, c, (2 * c.hidden, c.width))
+    self.down = _weight(rngs, c, (c.width, c.hidden), out)
     self.attention_norm = nnx.Param(jnp.ones(c.width))
     self.hidden_norm = nnx.Param(jnp.ones(c.width))
 
@@ -321,7 +321,7 @@ class Transformer(nnx.Module):
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
-    return sharding.gathered(products.dot(features, head[...], axis=1))
+    return sharding.gathered(products.dot(features, head[...]))
 
   def _run(
     self, tokens, positions, visible, cache, taps, chain=None, around=None
