@@ -70,7 +70,7 @@ def test_a_node_s_law_is_that_of_its_context(adapter):
   """
   drafter = EarlyExit(1, 4, adapter)
   state, counts = start(drafter), set()
-  for turn in range(12):
+  for turn in range(16):
     before = state._replace(done=jnp.asarray([False, turn == 5, False]))
     rule, warp = verify.rejection, warps.UNCHANGED
     state, seen = step(TARGET, drafter, rule, warp, NEVER, before)

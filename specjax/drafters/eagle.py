@@ -138,7 +138,7 @@ class Eagle:
       raise ValueError(f'the draft length k is {self.k}: at least 0')
     if self.unroll < 1:
       raise ValueError(f'unroll is {self.unroll}: at least 1')
-    streams = self.net.fuse.shape[0] // self.net.config.width
+    streams = self.net.fuse.shape[-1] // self.net.config.width
     if streams != len(self.taps) + 1:
       raise ValueError(
         f'taps are {self.taps}: the weights fuse {streams} streams, the last'
