@@ -60,3 +60,29 @@ def test_it_holds_within_and_in_what_was_compiled_outside():
     np.testing.assert_array_equal(forward(model), exact)
   with pytest.raises(ValueError, match="dtype is 'int8': use float32 or"):
     products.of('int8')
+
+
+@pytest.mark.parametrize('shape', [(1, 48), (1, 1, 48), (3, 48), (48,)])
+def test_no_copy_is_made_of_a_bfloat16_weight(shape):
+  """Not for one row either, of which XLA would make a float32 product."""
+  x, weight = draw(0, *shape), draw(1, 80, 48).astype(jnp.bfloat16)
+  made = toys.jit(products.dot)
+  found = made(x, weight)
+  assert found.shape == (*shape[:-1], 80) and found.dtype == jnp.float32
+  np.testing.assert_allclose(found, low(x) @ low(weight).T, atol=1e-5)
+
+  def converted(dot):
+    return 'f32[80,48]' in dot.lower(x, weight).compile().as_text()
+
+  assert not converted(made)
+
+  def plain(x, w):
+    return jax.lax.dot_general(
+      x.astype(w.dtype),
+      w,
+      (((x.ndim - 1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+  if jax.default_backend() == 'cpu':  # what it is for
+    assert converted(toys.jit(plain)) == (shape != (3, 48))
