@@ -9,19 +9,32 @@ import jax.numpy as jnp
 import optax
 import pytest
 import toys
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from specjax import decode, distill, optimizing, verify, warps
+from specjax import decode, distill, optimizing, sharding, verify, warps
 from specjax.types import Batch, Block
 
 PLATFORMS = pytest.mark.parametrize('platform', ['tpu', 'cuda'])
 EVERYDAY = 'model', 'ngram'
 
 
-def module(function, platform, *args):
+MESH = AbstractMesh((2, 1, 2), sharding.AXES)
+
+
+def module(function, platform, *args, devices=1):
   """What would be compiled there."""
   exported = jax.export.export(jax.jit(function), platforms=[platform])(*args)
   assert exported.platforms == (platform,)
+  assert exported.nr_devices == devices
   return exported.mlir_module()
+
+
+def rows(*arrays):
+  """Descriptions of arrays whose rows are divided over the mesh."""
+  place = NamedSharding(MESH, sharding.ROWS)
+  return [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays
+  ]
 
 
 @PLATFORMS
@@ -65,6 +78,43 @@ def test_a_training_step_lowers(platform, dtype):
   args = state, conformance_test.TARGET, batch, weights
   text = module(update, platform, *args)
   assert ('bf16' in text) == (dtype == 'bfloat16')
+
+
+@PLATFORMS
+def test_decoding_on_a_mesh_lowers(platform):
+  drafter = conformance_test.EXAMPLES['model'][0]
+  pair = sharding.described((conformance_test.TARGET, drafter), MESH)
+  rule, eos = verify.as_pytree(verify.rejection), jnp.zeros(1, jnp.int32)
+
+  def part(target, drafter, tokens, length, keys):
+    texts = tokens, length, length + 8, length, keys
+    state = decode.prefill(target, drafter, *texts)
+    args = target, drafter, rule, warps.UNCHANGED, eos, state, 9
+    return decode.advance(*args).tokens
+
+  whole = PartitionSpec()
+  ins = whole, whole, *[sharding.ROWS] * 3
+  run = sharding.over_rows(part, MESH, ins, sharding.ROWS)
+  keys = jax.random.split(jax.random.key(0), 4)
+  texts = rows(jnp.zeros((4, 24), jnp.int32), jnp.ones(4, jnp.int32), keys)
+  text = module(run, platform, *pair, *texts, devices=4)
+  assert 'sdy.manual_computation' in text and 'stablehlo.while' in text
+
+
+@PLATFORMS
+def test_a_training_step_on_a_mesh_lowers(platform):
+  tx = optax.adamw(1e-3)
+  drafter = conformance_test.EXAMPLES['model'][0]
+  state = jax.eval_shape(lambda: optimizing.init(drafter, tx))
+  state = sharding.described(state, MESH)
+  target = sharding.described(conformance_test.TARGET, MESH)
+  update = optimizing.make_step(distill.distill_loss, tx, batch=1)
+  tokens, ones = jnp.ones((4, 8), jnp.int32), jnp.ones((4, 8))
+  args = state, target, Batch(*rows(tokens, tokens, ones))
+  step = sharding.step(update, state)
+  text = module(step, platform, *args, distill.objective(3.0), devices=4)
+  divided = re.findall(r'sdy.sharding = #sdy.sharding<@mesh[^>]*"tensor"', text)
+  assert len(divided) > 10
 
 
 @PLATFORMS
