@@ -130,10 +130,21 @@ def refuse_idle_flags():
   Raises:
     ValueError: naming them.
   """
-  if TARGET.value and not (PROMPTS.value or PROFILE.value):
+  by_arms = PROMPTS.value or PROFILE.value
+  if TARGET.value and not by_arms:
     raise ValueError(
       '--target has no draft to measure but with --prompts or --profile'
     )
+  if by_arms and flags.FLAGS['draft'].present:
+    raise ValueError(
+      f'--draft={DRAFT.value} has no part beside --prompts or --profile: name'
+      f' it among the ways, as in --arms=model:{DRAFT.value}@4'
+    )
+  for flag, used in (('arms', by_arms), ('count', PROMPTS.value)):
+    if flags.FLAGS[flag].present and not used:
+      raise ValueError(
+        f'--{flag} has no part here: it says what is measured with --prompts'
+      )
   if PROFILE.value and (PROMPTS.value or CHECK.value):
     raise ValueError('--profile has neither --prompts nor --check')
   if TOP_P.value is not None:

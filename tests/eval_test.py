@@ -328,6 +328,8 @@ def test_a_mistake_is_one_line_and_code_2(run):
       ['eval/speedup.py', here, '--draft=other'],
       'no other yet: run `python train',
     ),
+    (['eval/speedup.py', here, '--profile', '--draft=x'], '--draft=x has no'),
+    (['eval/speedup.py', here, '--count=3'], '--count has no part here'),
     (['eval/losslessness.py', here, '--num_tokens=0'], '--num_tokens is 0'),
     (['eval/losslessness.py', here, '--sequences=-1'], '--sequences is -1'),
     (['eval/losslessness.py', here, '--branching=2,x'], "--branching is '2,x'"),
