@@ -56,8 +56,8 @@ class Temperature:
     )
 
 
-_LONG = 4096  # tokens
-_SLICES = 8, 32
+_LONG = 4096  # tokens, from which on sums go by slices
+_SLICES = 8, 32  # so many of the axis, then so many of what is left
 
 # The model's own law; also the default where a warp is asked for.
 UNCHANGED = Temperature(1.0)
@@ -199,9 +199,13 @@ def _last(holds, low: int, high: int, logits: Array) -> Array:
   return jax.lax.fori_loop(0, steps, halve, tuple(bounds))[0]
 
 
+def _by_slices(x: Array) -> bool:
+  return x.shape[-1] >= _LONG and jax.default_backend() == 'cpu'
+
+
 def _padded(x: Array, value: float) -> Array:
   """The last axis, made a multiple of what `_total` asks for."""
-  if x.shape[-1] < _LONG or jax.default_backend() != 'cpu':
+  if not _by_slices(x):
     return x
   behind = -x.shape[-1] % math.prod(_SLICES)
   return jnp.pad(
@@ -215,7 +219,7 @@ def _total(x: Array) -> Array:
   XLA on CPUs adds a long axis number by number. Slices of it are added as
   vectors, in less than half the time; barriers keep the steps apart.
   """
-  if x.shape[-1] >= _LONG and jax.default_backend() == 'cpu':
+  if _by_slices(x):
     for count in _SLICES:
       first, *others = jnp.split(x, count, -1)
       x = jax.lax.optimization_barrier(sum(others, first))

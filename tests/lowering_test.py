@@ -16,8 +16,6 @@ from specjax.types import Batch, Block
 
 PLATFORMS = pytest.mark.parametrize('platform', ['tpu', 'cuda'])
 EVERYDAY = 'model', 'ngram'
-
-
 MESH = AbstractMesh((2, 1, 2), sharding.AXES)
 
 
