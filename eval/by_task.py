@@ -72,14 +72,15 @@ def measure(workspace, texts, ways, about):
 
 def show(report):
   """Prints a table for each temperature."""
-  rows = report['rows']
-  tokens = report['config']['decode']['max_new_tokens']
+  rows, decode = report['rows'], report['config']['decode']
+  tokens, length = decode['max_new_tokens'], decode['draft_length']
   console = printing.console(96)
   ordered = sorted(rows, key=lambda row: row['temperature'])  # a stable sort
   for t, some in itertools.groupby(ordered, lambda row: row['temperature']):
     console.print(
       f'\nT = {t:g}, batch 1, {tokens} tokens behind each prompt,'
       ' whatever ends there'
+      + ('' if length == 'fixed' else f'; lengths: {length}')
     )
     table = printing.table('task', numbers=('prompts', 'of tokens'))
     printing.add(table, 'drafter', justify='left')
@@ -88,8 +89,8 @@ def show(report):
       own = list(own)
       best = max(row['speedup'] for row in own)
       for i, row in enumerate(own):
-        rate, length = row['acceptance'], row.get('prompt_tokens')
-        about = [task, f'{row["prompts"]}', f'{length:.0f}' if length else '']
+        rate, mean = row['acceptance'], row.get('prompt_tokens')
+        about = [task, f'{row["prompts"]}', f'{mean:.0f}' if mean else '']
         table.add_row(
           *(about if i == 0 else [''] * 3),
           row['drafter'],

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax import contest, generation, logs, timing, verify
+from specjax import contest, generation, logs, pricing, timing, verify, warps
 from specjax.contest import Arm, Way
 from specjax.sweep import Prompts
 from specjax.workspace import Workspace
@@ -28,8 +28,9 @@ def run(
 ) -> list[dict[str, Any]]:
   """Times ways to draft against plain decoding, prompt by prompt.
 
-  Every prompt is decoded alone, behind a prefill that is not timed. Tasks whose
-  longest prompts are about as long share their programs.
+  Every prompt is decoded alone, behind a prefill that is not timed, with draft
+  lengths as `config.decode.draft_length` says. Tasks whose longest prompts are
+  about as long share their programs.
 
   Args:
     workspace: the run.
@@ -45,8 +46,8 @@ def run(
     and way one of all tasks.
 
   Raises:
-    ValueError: a way is not made for its draft, or the rule not for it; or a
-      text is longer than the target was made for.
+    ValueError: a way is not made for its draft, or the rule or the draft length
+      not for it; or a text is longer than the target was made for.
   """
   name = workspace.config['decode']['verify']
   rules = {name: verify.find(name)}
@@ -67,6 +68,15 @@ def run(
   seconds: dict[tuple[float, Arm], list[np.ndarray]] = {}
   with logs.Progress(total, 'decode', unit='turns') as progress:
     for size, names in sorted(by_room.items()):
+      controllers = {
+        (t, way.name): workspace.controller(
+          way.kind,
+          target,
+          pricing.with_warp(drafters[t][way.name], warps.temperature(t)),
+          context=size,
+        )
+        for t, way in itertools.product(temperatures, ways)
+      }
       programs: dict[Any, Any] = {}
       for task, t in itertools.product(names, temperatures):
         found = contest.Contest(
@@ -77,6 +87,7 @@ def run(
           groups=[[prompt] for prompt in tasks[task]],
           max_new_tokens=max_new_tokens,
           temperature=t,
+          controllers={way.name: controllers[t, way.name] for way in ways},
           room=size,
         )
         programs |= timing.compile_all(found.lowered(programs))

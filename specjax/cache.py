@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import products, trees
 from specjax.types import Array
@@ -59,12 +60,14 @@ def commit(cache: Cache, rows: Any, kept: Array, chain: bool) -> Cache:
     order = trees.pack(kept)[:, None, :, None]
     rows = jax.tree.map(lambda r: jnp.take_along_axis(r, order, axis=2), rows)
 
+  zero = np.int32(0)  # of the length's type, also under jax_enable_x64
+
   def write(buffer, new):
     # One in-place update per row; a vmapped update would become a scatter.
     for b in range(new.shape[0]):
-      buffer = jax.lax.dynamic_update_slice(
-        buffer, new[b : b + 1].astype(buffer.dtype), (b, 0, cache.length[b], 0)
-      )
+      at = np.int32(b), zero, cache.length[b], zero
+      new_row = new[b : b + 1].astype(buffer.dtype)
+      buffer = jax.lax.dynamic_update_slice(buffer, new_row, at)
     return buffer
 
   return Cache(

@@ -50,9 +50,14 @@ class Checkpoints:
     """Opens nothing."""
     return self
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, kind, *_) -> None:
     """Waits for what is being written."""
-    self.wait()
+    if kind is None:
+      self.wait()
+    elif self._writing is not None:
+      # The error may be this process's alone, and others would not answer: so
+      # what is too many stays, until the next save.
+      self._writing[1].result()
 
   def steps(self) -> list[int]:
     """Steps that were saved completely, in order."""

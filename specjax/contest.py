@@ -25,9 +25,17 @@ from specjax import (
   verify,
   warps,
 )
+from specjax.draft_length import FIXED
 from specjax.drafters.none import NoDrafter
 from specjax.sweep import Prompts
-from specjax.types import Draft, Drafter, LanguageModel, Noise, Verifier
+from specjax.types import (
+  Draft,
+  Drafter,
+  DraftLength,
+  LanguageModel,
+  Noise,
+  Verifier,
+)
 from specjax.workspace import Workspace
 
 
@@ -258,6 +266,7 @@ class Contest:
     groups: Sequence[Prompts],
     max_new_tokens: int,
     temperature: float,
+    controllers: Mapping[str, DraftLength] | None = None,
     room: int = 0,
     done: Callable[[], Any] = lambda: None,
   ):
@@ -272,6 +281,7 @@ class Contest:
         in length, `room` must hold all of them.
       max_new_tokens: of every row.
       temperature: of target and drafts.
+      controllers: of the draft length, by drafter; others' are fixed.
       room: tokens that buffers hold at least.
       done: called after each drafter.
     """
@@ -280,6 +290,7 @@ class Contest:
     self.seconds: dict[Arm, list[float]] = {}
     self.results: dict[Arm, list[generation.Result]] = {}
     self._target = target
+    self._controllers = controllers or {}
     self._drafters = {PLAIN.drafter: NoDrafter(), **drafters}
     self._rules = {
       name: verify.as_pytree(rule)
@@ -354,7 +365,10 @@ class Contest:
       end = self._decoding(arm, soon)()
       # From here on a draft has no prompt to read.
       self._begun[arm.drafter] = end._replace(
-        stop=first.stop, done=first.done, stats=first.stats
+        stop=first.stop,
+        done=first.done,
+        control=first.control,
+        stats=first.stats,
       )
     for name in self._drafting:
       jax.block_until_ready(self._drafting_of(name)())
@@ -468,6 +482,7 @@ class Contest:
       warps.temperature(self.temperature),
       state,
       decode.FOREVER,
+      self._controllers.get(arm.drafter, FIXED),
     )
 
   def _proposals(self, name):

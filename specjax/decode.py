@@ -315,28 +315,31 @@ def prefill(
     return jnp.any(carry[0] < length - 1)
 
   def feed(carry):
-    start, cache, memory = carry
+    start, cache, memory, broken = carry
     chunk = jax.lax.dynamic_slice_in_dim(padded, start, CHUNK, 1)
     block = Block(chunk)
     output, rows = target.extend(block, cache, taps(drafter))
     kept = start + jnp.arange(CHUNK) < length[:, None] - 1
     cache = target.commit(cache, rows, kept)
     memory = drafter.observe(target, memory, block, kept, output)
-    return start + CHUNK, cache, memory
+    # No rule sees these laws, and a cache of zeros would be as good as another.
+    broken |= (kept & jnp.isnan(output.features).any(-1)).any(-1)
+    return start + CHUNK, cache, memory, broken
 
-  _, cache, memory = jax.lax.while_loop(left, feed, (0, cache, memory))
+  begin = 0, cache, memory, jnp.zeros(batch, bool)
+  _, cache, memory, broken = jax.lax.while_loop(left, feed, begin)
   zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
   return DecodeState(
     tokens=tokens,
     length=length,
     stop=stop,
     earliest=earliest,
-    done=length >= stop,
+    done=(length >= stop) | broken,
     row=row,
     cache=cache,
     memory=memory,
     control=controller.init(),
-    fault=zeros(batch),
+    fault=jnp.where(broken, NAN, 0),
     stats=Stats(
       rounds=zeros(batch),
       drafted=zeros(batch),
@@ -511,7 +514,7 @@ def _see(parents, slot, counted, emitted, path, live) -> Seen:
   return Seen(
     passed=emitted[:, :n] & (jnp.arange(n) < accepted),
     tested=(at_depth & (counted & reached)[:, None]).any(-1),
-    drafted=counted.sum(-1),
+    drafted=counted.sum(-1, dtype=jnp.int32),
     live=live,
   )
 
@@ -525,7 +528,7 @@ def _count(stats: Stats, seen: Seen, fault, scored_length) -> Stats:
   return stats._replace(
     rounds=stats.rounds + seen.live,
     drafted=stats.drafted + seen.drafted,
-    accepted=stats.accepted + seen.passed.sum(-1),
+    accepted=stats.accepted + seen.passed.sum(-1, dtype=jnp.int32),
     tested=stats.tested.at[:, :n].add(seen.tested),
     passed=stats.passed.at[:, :n].add(seen.passed),
     lengths=stats.lengths.at[:, scored_length].add(seen.live),

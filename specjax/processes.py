@@ -95,7 +95,7 @@ def in_turn(what: str) -> Iterator[None]:
     return
   try:
     yield
-  except BaseException:
+  except Exception:  # an interrupt goes to all, who then do not answer
     agreed(False)
     raise
   agreed(True)

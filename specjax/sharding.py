@@ -60,9 +60,15 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
     The mesh, or None where it would be one device.
 
   Raises:
-    ValueError: there are not so many devices, or a process would have none of
+    ValueError: a size is none; there are not so many devices, or a process
+      would have none of
       its own in it.
   """
+  for name, size, least in zip(
+    AXES, (data, fsdp, tensor), (0, 1, 1), strict=True
+  ):
+    if size < least:
+      raise ValueError(f'mesh.{name} is {size}: at least {least}')
   count, other = jax.device_count(), fsdp * tensor
   sizes = (data or count // other, fsdp, tensor)
   asked = ', '.join(f'{n} {s}' for n, s in zip(AXES, sizes, strict=True))

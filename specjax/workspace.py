@@ -29,6 +29,7 @@ from specjax import (
   checkpoint,
   corpora,
   data,
+  decode,
   draft_length,
   drafters,
   pricing,
@@ -437,7 +438,12 @@ class Workspace:
     ]
 
   def controller(
-    self, kind: str, target: Transformer, drafter: Drafter, batch: int = 1
+    self,
+    kind: str,
+    target: Transformer,
+    drafter: Drafter,
+    batch: int = 1,
+    context: int | None = None,
   ) -> DraftLength:
     """What `config.decode` says of the draft length.
 
@@ -447,6 +453,7 @@ class Workspace:
       drafter: what proposes, with the warp that it is decoded with.
       batch: rows. What rounds of so many cost is looked up in the run, or
         measured, where it matters.
+      context: tokens, of which likewise; None is those of `config.decode`.
 
     Raises:
       ValueError: the drafter grows trees, whose length is fixed.
@@ -465,6 +472,7 @@ class Workspace:
         'what a round of a mixture costs depends on the text, of which adaptive'
         ' lengths know nothing: take another --draft_length'
       )
+    k = decode.shapes(target, drafter).tokens.shape[1]
     cost = None
     if name == 'adaptive':
       cost = pricing.load_or_measure(
@@ -472,11 +480,11 @@ class Workspace:
         target,
         drafter,
         batch=batch,
-        context=c['prompt_length'] + c['max_new_tokens'],
-        ks=draft_length.ladder(c['k'])[1:],
+        context=context or c['prompt_length'] + c['max_new_tokens'],
+        ks=draft_length.ladder(k)[1:],
         rule=verify.find(c['verify']),
       ).round
-    return draft_length.find(name, c['k'], cost)
+    return draft_length.find(name, k, cost)
 
   def rollouts(self, target: Transformer, temperature: float) -> list[Batch]:
     """Held-out text that the target wrote, kept for the next call.

@@ -294,6 +294,27 @@ def test_what_is_being_written_may_be_overwritten(tmp_path):
   assert (np.asarray(x) != wanted).all()
 
 
+def test_an_error_of_one_process_asks_nothing_of_the_others(
+  tmp_path, monkeypatch
+):
+  """They do not know of it, and would never answer."""
+
+  def never(action, what):
+    raise AssertionError(what)
+
+  with pytest.raises(OSError, match='a full disk'):
+    with checkpoint.Checkpoints(tmp_path) as kept:
+      kept.save_async(1, {'x': jnp.zeros(3)})
+      monkeypatch.setattr(checkpoint.processes, 'by_first', never)
+      raise OSError('a full disk')
+  assert checkpoint.Checkpoints(tmp_path).steps() == [1]
+  monkeypatch.undo()
+  with pytest.raises(AssertionError, match='thinning'):
+    with checkpoint.Checkpoints(tmp_path) as kept:
+      kept.save_async(2, {'x': jnp.zeros(3)})
+      monkeypatch.setattr(checkpoint.processes, 'by_first', never)
+
+
 def test_a_full_disk_is_one_clear_line_and_loses_nothing(tmp_path):
   x = jnp.arange(2**16, dtype=jnp.float32)
   folder = checkpoint.Checkpoints(tmp_path)

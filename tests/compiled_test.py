@@ -9,7 +9,7 @@ import pytest
 import toys
 
 from specjax import cache as caches
-from specjax import decode, draft_length, generation, verify, warps
+from specjax import decode, draft_length, draws, generation, verify, warps
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -20,6 +20,7 @@ V = 61  # no other size in these programs
 # A head of 22: no pass over a few tokens has scores of as many elements.
 SIZES = dict(vocab_size=V, width=8, heads=4, kv_heads=2, head_dim=22, hidden=10)
 INSTRUCTION = re.compile(r'%\S+ = \w+\[([\d,]*)\]\S* ([\w-]+)\(')
+BRACKETS = re.compile(r'\[([\d,]*)\]')
 # What passes a buffer on, or changes a part of it in place.
 IN_PLACE = {
   'parameter',
@@ -72,6 +73,16 @@ def instructions(text):
     yield tuple(int(n) for n in found[1].split(',') if n), found[2]
 
 
+def sorts(text, size):
+  """Sorts over an axis of so many elements, whatever they return."""
+  found = re.findall(r'= ([^=]*?) sort\(', text)
+  return [
+    results
+    for results in found
+    if any(f'{size}' in dims.split(',') for dims in BRACKETS.findall(results))
+  ]
+
+
 def copies(text, state):
   """Names of instructions that write every element of a cache buffer."""
   buffers = {
@@ -110,10 +121,29 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   assert ' while(' in text and 'dynamic-update-slice' in text
   # Not even on entry, for the state is donated.
   assert not copies(text, state)
-  names = {name for _, name in instructions(text)}
-  assert 'sort' not in names
+  assert not sorts(text, V)
   # The first few of all tokens take no sort either.
   assert ('topk' in text.lower()) == (name == 'distinct')
+
+
+@pytest.mark.parametrize('size', [V, 5000])  # longer ones add by slices
+def test_warps_and_draws_sort_nothing(size):
+  logits = jax.ShapeDtypeStruct((2, size), jnp.float32)
+  warp = warps.compose(
+    warps.Temperature(0.8), warps.TopK(20), warps.TopP(0.9), warps.MinP(0.05)
+  )
+
+  def draw(logits):
+    keys = jax.random.split(jax.random.key(0), 2)
+    return jax.vmap(draws.inverse_cdf)(keys, jax.nn.log_softmax(warp(logits)))
+
+  def compiled(function):
+    return jax.jit(function).lower(logits).compile(toys.QUICK).as_text()
+
+  assert not sorts(compiled(draw), size)
+  # What would be found: sorts of one result and of two.
+  assert sorts(compiled(jnp.sort), size)
+  assert sorts(compiled(jnp.argsort), size)
 
 
 @pytest.mark.parametrize('batch', [1, 3])

@@ -434,6 +434,27 @@ def test_a_nan_law_ends_its_row_and_is_named():
   np.testing.assert_array_equal(state.tokens[rows], whole.tokens[rows])
 
 
+def test_a_nan_within_a_prompt_ends_its_row_and_is_named():
+  """No rule sees the laws there, and what follows would look like any text."""
+  target = toys.transformer(tied=False)
+  target.embedding[...] = target.embedding[...].at[5].set(jnp.nan)
+  options = dict(key=jax.random.key(0), max_new_tokens=2)
+  prompts = [[1, 2, 3], [1, 5, 2, 3], [5] + [1] * 70]
+  with pytest.raises(FloatingPointError, match=r'rows \[1, 2\]: .* NaN'):
+    generation.generate(target, NGram(2), prompts, **options)
+  generation.generate(target, NGram(2), prompts[:1], **options)
+
+
+def test_wide_integers_change_nothing():
+  """Under `jax_enable_x64` sums of booleans would be of 64 bits."""
+  with jax.enable_x64(True):
+    for drafter in (NGram(3), drafting(NEAR, 2)):
+      wide = generate(drafter, PROMPTS[:2])
+      assert wide.stats.accepted.dtype == np.int32
+  narrow = generate(drafter, PROMPTS[:2])
+  np.testing.assert_array_equal(wide.tokens, narrow.tokens)
+
+
 by_number = toys.jit(
   generation.advance.__wrapped__, donate_argnums=5, static_argnames='mesh'
 )

@@ -14,6 +14,7 @@ from specjax import (
   contest,
   corpora,
   decode,
+  draft_length,
   experiment,
   pricing,
   proposers,
@@ -373,6 +374,7 @@ def test_arms_share_prompts_keys_and_lengths():
   drafters = {'chain': MODEL, 'tree': TREE, 'ngram': NGram(3)}
   arms, _ = contest.pair(TARGET, drafters, rules)
   prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]]
+  controllers = {'chain': draft_length.find('fallback', 3)}
   cold, warm = (
     contest.Contest(
       TARGET,
@@ -382,6 +384,7 @@ def test_arms_share_prompts_keys_and_lengths():
       groups=[prompts[:2], prompts[2:]],
       max_new_tokens=24,
       temperature=t,
+      controllers=controllers,
     )
     for t in (0.0, 1.0)
   )
@@ -409,6 +412,8 @@ def test_arms_share_prompts_keys_and_lengths():
         assert own == matching
       assert row['nodes'] == {'chain': 3, 'tree': 6, 'ngram': 3}[arm.drafter]
       assert row['tree'] == (arm.drafter == 'tree')
+      lengths = sum(r.stats.lengths.sum(0) for r in found.results[arm])
+      assert lengths[:-1].any() == (arm.drafter == 'chain')
       assert row['draft_cost'] > 0 and 0 <= (row['acceptance'] or 0) <= 1
       count = sum(int(r.stats.rounds.sum()) for r in found.results[arm])
       assert row['tokens_per_round'] == pytest.approx(4 * 24 / count)

@@ -322,9 +322,11 @@ def test_from_a_model_of_others_to_a_draft_for_others(tmp_path):
     f'--prompts={prompts}',
     '--arms=ngram,model:draft@2',
     '--count=2',
+    '--config.decode.draft_length=adaptive',
   )
   assert code == 0, error
   assert 'greedy text is identical' in out and 'mt_bench' in out
+  assert '; lengths: adaptive' in out
   rows = json.loads((folder / 'tasks.json').read_text())['rows']
   assert {row['task'] for row in rows} == {'mt_bench', 'qa', 'all tasks'}
   assert all(

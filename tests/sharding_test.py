@@ -49,9 +49,12 @@ def test_every_matrix_has_a_rule(name):
 
 def test_meshes_that_make_no_sense_are_refused():
   assert sharding.make() is None and sharding.make(data=0) is None
-  for sizes in (dict(data=2), dict(data=-1), dict(data=0, fsdp=3)):
+  for sizes in (dict(data=2), dict(data=0, fsdp=3)):
     with pytest.raises(ValueError, match='does not fit on 1 devices'):
       sharding.make(**sizes)
+  for name, size in ('data', -1), ('fsdp', 0), ('tensor', 0):
+    with pytest.raises(ValueError, match=f'mesh.{name} is {size}: at least'):
+      sharding.make(**{'data': 0, name: size})
   sharding.require_rows(MESH, 8, 'batch')
   sharding.require_rows(None, 7, 'batch')
   with pytest.raises(ValueError, match=r'distill\.batch is 6, .* 4 parts'):

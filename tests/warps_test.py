@@ -103,6 +103,15 @@ def test_ids_made_equal_by_rounding_are_a_tie():
     assert apply(warp, logits).tolist() == [-np.inf, 0, -np.inf, -np.inf]
 
 
+def test_no_token_at_all_is_a_broken_law():
+  """Not the first token: what says so would be a law as any other."""
+  logits = jnp.full((2, 3), -jnp.inf).at[0, 1].set(0)
+  for warp in (Greedy(), Temperature(0.0)):
+    found = apply(warp, logits)
+    assert found[0].tolist() == [-np.inf, 0, -np.inf]
+    assert np.isnan(found[1]).any()
+
+
 EXTREME = [-np.inf, -1e30, -1e4, -1.0, -0.0, 0.0, 1e-30, 2.5, 1e4, 1e37]
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as caches
-from specjax import chains, products, trees, warps
+from specjax import chains, products, sharding, trees, warps
 from specjax.models import transformer
 from specjax.types import Array, Draft, Output, Warp, pytree
 
@@ -281,7 +281,7 @@ class Eagle:
 
   def unembed_vocabulary(self, features):
     """Logits `[..., N]` of the ids of `vocabulary` alone."""
-    return products.dot(features, self.net.head[...])
+    return sharding.gathered(products.dot(features, self.net.head[...]))
 
   def _nothing(self, tokens: Array) -> Draft:
     return Draft(jnp.zeros((tokens.shape[0], 0), jnp.int32))

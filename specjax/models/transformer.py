@@ -139,10 +139,14 @@ class Layer(nnx.Module):
     """
     c, size = self.config, self.config.head_size
     y = norm(x, self.attention_norm[...], c.norm_eps)
-    qkv = sharding.gathered(products.dot(y, self.qkv[...]))
+    qkv = products.dot(y, self.qkv[...])
     if c.qkv_bias:
       qkv += self.qkv_bias[...]
-    qkv = qkv.reshape(*x.shape[:2], -1, size).transpose(0, 2, 1, 3)
+    qkv = (
+      sharding.gathered(qkv)
+      .reshape(*x.shape[:2], -1, size)
+      .transpose(0, 2, 1, 3)
+    )
     turning, values = pieces(qkv, [c.heads + c.kv_heads], 1)
     if c.qk_norm:
       queries, keys = pieces(turning, [c.heads], 1)
