@@ -339,7 +339,7 @@ def prefill(
     cache=cache,
     memory=memory,
     control=controller.init(),
-    fault=jnp.where(broken, NAN, 0),
+    fault=jnp.where(broken, NAN, zeros(batch)),
     stats=Stats(
       rounds=zeros(batch),
       drafted=zeros(batch),
