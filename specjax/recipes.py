@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from specjax import (
   data,
@@ -18,6 +19,7 @@ from specjax import (
   losses,
   optimizing,
   runs,
+  settings,
   sharding,
   sources,
   training,
@@ -113,23 +115,41 @@ def optimization(
   )
 
 
-def open_to_train(folder: Path, config: Mapping[str, Any]) -> Workspace:
-  """`Workspace.create`, on the mesh that the configuration has."""
+def open_to_train(
+  folder: Path, config: Mapping[str, Any], *sections: str
+) -> Workspace:
+  """`Workspace.create`, on the mesh that the configuration has.
+
+  Args:
+    folder: of the run.
+    config: its configuration.
+    sections: of what is trained, 'pretrain' where the target may be there, and
+      'distill'.
+
+  Raises:
+    ValueError: as `Workspace.create`; or there is no such mesh, or it cannot
+      divide the rows of a batch. Nothing is written then.
+  """
+  settings.check(config)
   mesh = sharding.make(**config.get('mesh', {}))
+  for section in sections:
+    if section == 'distill' or not _has_target(folder, config):
+      _require_rows(mesh, config, section)
   return Workspace.create(folder, config, mesh)
 
 
-def require_rows(workspace: Workspace, section: str) -> None:
-  """Refuses a batch of `pretrain` or `distill` that the mesh cannot divide.
+def _has_target(folder: Path, config: Mapping[str, Any]) -> bool:
+  """Whether no target is left to be trained."""
+  steps = Checkpoints(folder / 'target').latest() or 0
+  return bool(config['target']['path']) or steps >= config['pretrain']['steps']
 
-  Raises:
-    ValueError: a micro-batch has no multiple of its parts.
-  """
-  c = workspace.config[section]
+
+def _require_rows(mesh: Mesh | None, config: Mapping[str, Any], section: str):
+  c = config[section]
   what = f'{section}.batch'
   if c['accumulate'] > 1:
     what += f' ({c["batch"]}) over accumulate ({c["accumulate"]})'
-  sharding.require_rows(workspace.mesh, c['batch'] // c['accumulate'], what)
+  sharding.require_rows(mesh, c['batch'] // c['accumulate'], what)
 
 
 def distil(

@@ -5,8 +5,9 @@ import copy
 import jax.numpy as jnp
 import pytest
 import scripts
+from jax.sharding import AbstractMesh
 
-from specjax import experiment, files, recipes, runs, settings
+from specjax import experiment, files, recipes, runs, settings, sharding
 from specjax.checkpoint import Checkpoints
 from specjax.drafters.committee import Committee
 from specjax.drafters.model import ModelDrafter
@@ -175,6 +176,22 @@ def test_a_refused_command_leaves_the_configuration_of_a_run(tmp_path):
   with pytest.raises(ValueError):
     Workspace.create(tmp_path, changed('decode.k', 0))
   assert (tmp_path / 'config.json').read_bytes() == before
+
+
+@pytest.mark.parametrize('section', ['pretrain', 'distill'])
+def test_rows_that_a_mesh_cannot_divide_are_refused_before_a_run_is_made(
+  tmp_path, monkeypatch, section
+):
+  mesh = AbstractMesh((4, 1, 2), sharding.AXES)
+  monkeypatch.setattr(sharding, 'make', lambda **sizes: mesh)
+  config = changed(f'{section}.batch', 6)
+  config[{'pretrain': 'distill', 'distill': 'pretrain'}[section]]['batch'] = 8
+  with pytest.raises(ValueError, match=rf'{section}\.batch is 6, .* 4 parts'):
+    recipes.open_to_train(tmp_path / 'run', config, 'pretrain', 'distill')
+  assert not (tmp_path / 'run').exists()
+  config[section]['batch'] = 8
+  run = recipes.open_to_train(tmp_path / 'run', config, 'pretrain', 'distill')
+  assert run.mesh is mesh
 
 
 def test_only_one_process_trains_in_a_folder(tmp_path):

@@ -19,8 +19,7 @@ def main(config, folder):
   config = config.to_dict()
   distill.objective(config['loss']['kl_weight'])  # refused before any work
   recipes.refuse_other_draft(folder / DRAFT.value, config, flag='--draft')
-  workspace = recipes.open_to_train(folder, config)
-  recipes.require_rows(workspace, 'distill')
+  workspace = recipes.open_to_train(folder, config, 'pretrain', 'distill')
   pretrain(workspace)
   final = recipes.distil(workspace, workspace.target(), DRAFT.value)
   print(

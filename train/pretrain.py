@@ -22,13 +22,12 @@ from specjax import (
   sharding,
   training,
 )
-from specjax.checkpoint import Checkpoints
 from specjax.workspace import TARGET, Workspace
 
 
 def main(config, folder):
   """Opens the run and trains its target."""
-  pretrain(recipes.open_to_train(folder, config.to_dict()))
+  pretrain(recipes.open_to_train(folder, config.to_dict(), 'pretrain'))
 
 
 def pretrain(workspace: Workspace):
@@ -43,9 +42,6 @@ def pretrain(workspace: Workspace):
     print(f'target: {size:,} parameters, from {path}')
     return
   c, mesh = workspace.config['pretrain'], workspace.mesh
-  done = Checkpoints(workspace.folder / 'target').latest() or 0
-  if done < c['steps']:
-    recipes.require_rows(workspace, 'pretrain')
   workspace.prepare()
   windows = workspace.windows('train')
   held_out = workspace.windows('validation')
