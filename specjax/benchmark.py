@@ -69,13 +69,16 @@ def run(
   with logs.Progress(total, 'decode', unit='turns') as progress:
     for size, names in sorted(by_room.items()):
       controllers = {
-        (t, way.name): workspace.controller(
-          way.kind,
-          target,
-          pricing.with_warp(drafters[t][way.name], warps.temperature(t)),
-          context=size,
-        )
-        for t, way in itertools.product(temperatures, ways)
+        t: {
+          way.name: workspace.controller(
+            way.kind,
+            target,
+            pricing.with_warp(drafters[t][way.name], warps.temperature(t)),
+            context=size,
+          )
+          for way in ways
+        }
+        for t in temperatures
       }
       programs: dict[Any, Any] = {}
       for task, t in itertools.product(names, temperatures):
@@ -87,7 +90,7 @@ def run(
           groups=[[prompt] for prompt in tasks[task]],
           max_new_tokens=max_new_tokens,
           temperature=t,
-          controllers={way.name: controllers[t, way.name] for way in ways},
+          controllers=controllers[t],
           room=size,
         )
         programs |= timing.compile_all(found.lowered(programs))

@@ -54,10 +54,10 @@ class Checkpoints:
     """Waits for what is being written."""
     if kind is None:
       self.wait()
-    elif self._writing is not None:
+    else:
       # The error may be this process's alone, and others would not answer: so
       # what is too many stays, until the next save.
-      self._writing[1].result()
+      self._end_writing()
 
   def steps(self) -> list[int]:
     """Steps that were saved completely, in order."""
@@ -144,12 +144,17 @@ class Checkpoints:
     Raises:
       OSError: it failed.
     """
+    if self._end_writing():
+      processes.by_first(self._thin, f'thinning {self.directory}')
+
+  def _end_writing(self) -> bool:
+    """Waits for this process's part of the save that was begun, if any was."""
     if self._writing is None:
-      return
+      return False
     (step, response), self._writing = self._writing, None
     with self._failing(step):
       response.result()
-    processes.by_first(self._thin, f'thinning {self.directory}')
+    return True
 
   def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
     """Loads the named items of a step.

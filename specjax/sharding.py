@@ -60,9 +60,8 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
     The mesh, or None where it would be one device.
 
   Raises:
-    ValueError: a size is none; there are not so many devices, or a process
-      would have none of
-      its own in it.
+    ValueError: a size is too small; there are not so many devices; or a
+      process would have none of its own in it.
   """
   for name, size, least in zip(
     AXES, (data, fsdp, tensor), (0, 1, 1), strict=True

@@ -24,9 +24,8 @@ class Greedy:
     """Maps `[..., V]` to 0 at the first maximum and -inf elsewhere."""
     logits = logits.astype(jnp.float32)
     top = logits.max(-1, keepdims=True)  # NaN where one is
-    chosen = jnp.arange(logits.shape[-1]) == jnp.argmax(
-      logits, -1, keepdims=True
-    )
+    best = jnp.argmax(logits, -1, keepdims=True)
+    chosen = jnp.arange(logits.shape[-1]) == best
     broken = jnp.isnan(top) | (top == -jnp.inf)  # no token is possible
     sure = jnp.where(broken, jnp.nan, jnp.zeros_like(top))
     return jnp.where(chosen, sure, -jnp.inf)

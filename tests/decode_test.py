@@ -451,8 +451,9 @@ def test_wide_integers_change_nothing():
     for drafter in (NGram(3), drafting(NEAR, 2)):
       wide = generate(drafter, PROMPTS[:2])
       assert wide.stats.accepted.dtype == np.int32
-  narrow = generate(drafter, PROMPTS[:2])
-  np.testing.assert_array_equal(wide.tokens, narrow.tokens)
+      with jax.enable_x64(False):
+        narrow = generate(drafter, PROMPTS[:2])
+      np.testing.assert_array_equal(wide.tokens, narrow.tokens)
 
 
 by_number = toys.jit(

@@ -142,11 +142,8 @@ class Layer(nnx.Module):
     qkv = products.dot(y, self.qkv[...])
     if c.qkv_bias:
       qkv += self.qkv_bias[...]
-    qkv = (
-      sharding.gathered(qkv)
-      .reshape(*x.shape[:2], -1, size)
-      .transpose(0, 2, 1, 3)
-    )
+    qkv = sharding.gathered(qkv).reshape(*x.shape[:2], -1, size)
+    qkv = qkv.transpose(0, 2, 1, 3)
     turning, values = pieces(qkv, [c.heads + c.kv_heads], 1)
     if c.qk_norm:
       queries, keys = pieces(turning, [c.heads], 1)
