@@ -24,6 +24,7 @@ from specjax import (
   generation,
   metrics,
   proposers,
+  sharding,
   verify,
   warps,
 )
@@ -55,6 +56,9 @@ BRANCHING = flags.DEFINE_list(
 NODES = flags.DEFINE_integer(
   'nodes', None, 'of a tree of candidates, the best for its draft'
 )
+TENSOR = flags.DEFINE_integer(
+  'tensor', 1, 'devices that every layer is divided over'
+)
 SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
 
 ROUNDS = 4  # between looks at the device: smooth to read, cheap to do
@@ -80,7 +84,8 @@ def main(config, folder):
     if flag.value is not None:
       config['decode'][key] = flag.value
   warp = warps.temperature(config['decode']['temperature'])
-  workspace = Workspace.look_at(folder, config, k=K.value)
+  mesh = sharding.make(tensor=TENSOR.value)
+  workspace = Workspace.look_at(folder, config, k=K.value, mesh=mesh)
   console = rich.console.Console(highlight=False)
   coloured = console.color_system is not None and not console.no_color
   write = paint if coloured else plain
@@ -122,12 +127,13 @@ def generate(workspace: Workspace, warp, write):
     key=jax.random.key(SEED.value),
     max_new_tokens=c['max_new_tokens'],
     controller=controller,
+    mesh=workspace.mesh,
   )
   eos = generation.end_ids(target, tokenizer.end_ids)
   rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
   advance = generation.advance.lower(
-    *arguments, state, ROUNDS, controller
+    *arguments, state, ROUNDS, controller, mesh=workspace.mesh
   ).compile()
   stream = tokenizer.stream()
   print(write(PROMPT.value, decode.PROMPT), end='', flush=True)

@@ -170,6 +170,15 @@ class Picked(Sequence[Batch]):
     return source[number]
 
 
+def described(batch: int, window: int, mesh: Mesh | None = None) -> Batch:
+  """Shapes, dtypes and places of what `stack` makes of rows `[window]`."""
+  place = NamedSharding(mesh, sharding.ROWS) if mesh else None
+  dtypes = Batch(np.int32, np.int32, np.float32)
+  return jax.tree.map(
+    lambda t: jax.ShapeDtypeStruct((batch, window), t, sharding=place), dtypes
+  )
+
+
 def stack(rows: Sequence[Batch], mesh: Mesh | None = None) -> Batch:
   """Rows `[T]` as one batch `[B, T]`, divided by rows.
 

@@ -60,8 +60,9 @@ def app(
     default: the page to use, such as 'configs/stdlib.py'; None for scripts that
       look at a run that exists.
     resumable: whether the same command goes on after an interruption.
-    distributed: whether several processes may run it together, with
-      `--distributed`; only the first then prints.
+    distributed: whether several devices may run it together, as `config.mesh`
+      says, and several processes, with `--distributed`, of which only the first
+      then prints.
   """
   flags.DEFINE_string(
     'config',
@@ -102,6 +103,11 @@ def app(
     logging.set_verbosity(logging.FATAL)
     try:
       source = _source(flags.FLAGS.config, flags.FLAGS.workdir, default)
+      spread = [x for x in overrides if x.startswith('--config.mesh.')]
+      if spread and not distributed:
+        raise ValueError(
+          f'{spread[0]}: this runs on one device; what trains takes a mesh'
+        )
       config = override(load(source), overrides)
       if distributed and flags.FLAGS.distributed:
         _join(flags.FLAGS.distributed)

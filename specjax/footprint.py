@@ -9,14 +9,17 @@ of point masses has none of its own, and rows divided over devices divide both.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from specjax import decode, sharding
+from specjax.cache import Cache
 from specjax.draft_length import FIXED
+from specjax.sharding import AXES
 from specjax.types import Drafter, DraftLength, LanguageModel
 
 
@@ -24,8 +27,8 @@ class Plan(NamedTuple):
   """Bytes on each device.
 
   Attributes:
-    models: parameters of the target and of the drafter, as they are stored; a
-      mesh with `fsdp` gathers them for the loop.
+    models: parameters of the target and of the drafter, as they are stored.
+    gathered: the copy of them that the loop has where a mesh has `fsdp`.
     caches: of the target, and what the drafter remembers.
     texts: tokens, counts and keys.
     target_laws: `[B, N + 1, V]` of a round.
@@ -33,6 +36,7 @@ class Plan(NamedTuple):
   """
 
   models: int
+  gathered: int
   caches: int
   texts: int
   target_laws: int
@@ -50,11 +54,11 @@ class Plan(NamedTuple):
 
   def __str__(self) -> str:
     """In one line."""
-    parts = [f'{said(size)} {name}' for name, size in self._asdict().items()]
-    return (
-      f'on each device {", ".join(parts)}: into a round go'
-      f' {said(self.arguments)} and out come {said(self.outputs)}'
-    ).replace('_', ' ')
+    sizes = self._asdict()
+    if not self.gathered:
+      del sizes['gathered']
+    goes = 'a round', self.arguments, self.outputs
+    return listed('each device', sizes, *goes).replace('_', ' ')
 
 
 def plan(
@@ -94,13 +98,42 @@ def plan(
 
   state = jax.eval_shape(begin, target, drafter)
   own, nodes = draft.logits, draft.tokens.shape[1]
-  kept = sharding.bytes_each((state.cache, state.memory))
+  kept = state.cache, state.memory
   return Plan(
     models=sharding.bytes_each(models),
-    caches=kept,
-    texts=sharding.bytes_each(state) - kept,
+    gathered=_gathered(models, mesh),
+    caches=_held(kept, mesh),
+    texts=sharding.bytes_each(state) - sharding.bytes_each(kept),
     target_laws=4 * rows * (nodes + 1) * target.vocab_size,
     draft_laws=0 if own is None else 4 * math.prod(own.shape),
+  )
+
+
+def _gathered(models: Any, mesh: Mesh | None) -> int:
+  """Bytes of what is gathered over `fsdp`, which `tensor` still divides."""
+  if mesh is None or mesh.shape['fsdp'] == 1:
+    return 0
+  whole = AbstractMesh((mesh.shape['data'], 1, mesh.shape['tensor']), AXES)
+  return sharding.bytes_each(sharding.described(models, whole))
+
+
+def _held(tree: Any, mesh: Mesh | None) -> int:
+  """Bytes of caches, whose heads `tensor` divides where it can."""
+  total, parts = sharding.bytes_each(tree), mesh.shape['tensor'] if mesh else 1
+  for cache in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Cache)):
+    for x in jax.tree.leaves(cache.rows) if isinstance(cache, Cache) else ():
+      if x.shape[1] % parts == 0:
+        total -= sharding.bytes_each(x) * (parts - 1) // parts
+  return total
+
+
+def listed(
+  where: str, parts: Mapping[str, int], what: str, into: int, out: int
+) -> str:
+  """Bytes of parts by name, and of what goes into a program and comes out."""
+  each = ', '.join(f'{said(size)} {name}' for name, size in parts.items())
+  return (
+    f'on {where} {each}: into {what} go {said(into)} and out come {said(out)}'
   )
 
 

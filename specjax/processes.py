@@ -44,9 +44,10 @@ def join(where: str) -> None:
   given = (found[1], int(found[2]), int(found[3])) if found else ()
   try:
     jax.distributed.initialize(*given)
-  except (ValueError, RuntimeError) as error:
+  except Exception as error:  # whatever an environment by halves provokes
     raise ValueError(
-      f'--distributed={where}: the processes do not find one another ({error})'
+      f'--distributed={where}: this process does not find the others'
+      f' ({error}); with HOST:PORT,COUNT,NUMBER nothing is left to be found out'
     ) from error
 
 
@@ -55,11 +56,11 @@ def first() -> bool:
   return jax.process_index() == 0
 
 
-def agreed(value: bool) -> bool:
-  """What process 0 says, everywhere: of a file that it may soon write."""
+def agreed(value: int) -> int:
+  """What process 0 says, everywhere: of a file that others may not see yet."""
   if jax.process_count() == 1:
     return value
-  return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+  return int(multihost_utils.broadcast_one_to_all(np.array(value)))
 
 
 def by_first(action: Callable[[], Any], what: str) -> None:
@@ -129,8 +130,8 @@ class Preemption:
 
   def __enter__(self) -> Preemption:
     """Heeds SIGTERM from now on; of many processes, JAX's runtime does."""
-    alone = jax.process_count() == 1
-    if alone and threading.current_thread() is threading.main_thread():
+    one = jax.process_count() == 1
+    if one and threading.current_thread() is threading.main_thread():
       self._before = signal.signal(signal.SIGTERM, self._ask)
       self._heeding = True
     return self

@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 factors and float32 sums, for training.
+"""Matrix products of bfloat16 factors and float32 sums.
 
 `with products.of('bfloat16'):` sets JAX's default precision, which accelerators
 heed in every product and CPUs in none. The models here therefore round the
@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 DTYPES = 'float32', 'bfloat16'
+FEW = 4  # rows
 _ROUNDED = 'BF16_BF16_F32'
+
+
+def on_cpu() -> bool:
+  """Whether programs are for CPUs; what XLA does badly there asks this."""
+  return jax.default_backend() == 'cpu'
 
 
 def of(dtype: str) -> contextlib.AbstractContextManager:
@@ -52,22 +58,34 @@ def dot(x: Array, weight: Array) -> Array:
 
   Weights stay in their dtype (no conversion per call); sums are float32. Inputs
   come last: where weights come from memory, XLA on CPUs multiplies blocks of
-  five tokens in .8 of the time that it takes otherwise, in bfloat16 in .6.
+  five tokens in .8 of the time that it takes otherwise, in bfloat16 in .6. It
+  would transpose them first, and all of them in every call, where `x` had more
+  axes than two.
   """
-  alone = math.prod(x.shape[:-1]) == 1 and weight.dtype == jnp.bfloat16
-  if alone and jax.default_backend() == 'cpu':
-    # Of one row XLA makes a float32 product there, and of the weight a copy.
-    twice = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1]))
-    return dot(twice, weight)[:1].reshape(*x.shape[:-1], -1)
+  flat = x.reshape(-1, x.shape[-1])
   if rounded():
-    flat = x.reshape(-1, x.shape[-1])
-    return product('td,fd->tf', flat, weight).reshape(*x.shape[:-1], -1)
-  return jax.lax.dot_general(
-    x.astype(weight.dtype),
-    weight,
-    (((x.ndim - 1,), (1,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
+    found = product('td,fd->tf', flat, weight)
+  else:
+    if len(flat) < FEW and weight.dtype == jnp.bfloat16 and on_cpu():
+      # Of one row XLA makes a float32 product there, and of the weight a copy;
+      # two or three take longer than four.
+      flat = jnp.pad(flat, ((0, FEW - len(flat)), (0, 0)))
+    found = jax.lax.dot_general(
+      flat.astype(weight.dtype),
+      weight,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    found = found[: math.prod(x.shape[:-1])]
+  return found.reshape(*x.shape[:-1], -1)
+
+
+def rows(table: Array, ids: Array) -> Array:
+  """Rows `[..., D]` of a table `[V, D]`, float32."""
+  if table.dtype == jnp.bfloat16 and on_cpu():
+    # Or the whole table is made float32, before the loop and in every call.
+    table, ids = jax.lax.optimization_barrier((table, ids))
+  return table[ids].astype(jnp.float32)
 
 
 def _einsum(subscripts, x, y):

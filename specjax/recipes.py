@@ -115,6 +115,14 @@ def optimization(
   )
 
 
+def begin(
+  model: Any, tx: optax.GradientTransformation, mesh: Mesh | None
+) -> optimizing.TrainState:
+  """The state before the first step; no part of it is whole on one device."""
+  state = optimizing.init(sharding.spread(model, mesh), tx)
+  return sharding.spread(state, mesh)  # scalars too
+
+
 def open_to_train(
   folder: Path, config: Mapping[str, Any], *sections: str
 ) -> Workspace:
@@ -178,10 +186,9 @@ def distil(
   )
   # Bound to the device of a target that was read, as it is after a step: else
   # the step is traced and compiled twice.
-  state = optimizing.init(workspace.new_drafter(c['seed']), tx)
+  state = begin(workspace.new_drafter(c['seed']), tx, mesh)
   if mesh is None:
     state = jax.device_put(state, jax.tree.leaves(target)[0].sharding)
-  state = sharding.spread(state, mesh)
   update = sharding.step(step, state)
   training.fit(
     state,
@@ -199,9 +206,9 @@ def distil(
     },
     score=lambda values: values['block_efficiency'],
     show=('acceptance', 'block_efficiency'),
-    tokens=c['batch'] * workspace.config['corpus']['window'],
-    operations=lambda state, batch: flops.products(
-      update, state, target, batch, weights
+    like=data.described(c['batch'], workspace.config['corpus']['window'], mesh),
+    operations=lambda state, like: flops.products(
+      update, state, target, like, weights
     ),
     dtype=c['dtype'],
     patience=c['patience'],

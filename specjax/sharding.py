@@ -14,6 +14,7 @@ everything is on one device and nothing here does anything.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -179,6 +180,16 @@ def spread(tree: Tree, mesh: Mesh | None) -> Tree:
   return jax.tree.map(_put, tree, placed(tree, mesh))
 
 
+def beside(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+  """Within it models for a mesh are made in the memory of the host.
+
+  They would be whole on one device else, before `spread` takes them apart.
+  """
+  if mesh is None:
+    return contextlib.nullcontext()
+  return jax.default_device(jax.local_devices(backend='cpu')[0])
+
+
 def by_rows(tree: Tree, mesh: Mesh | None) -> Tree:
   """Arrays `[B, ...]`, the same in every process, divided by rows."""
   if mesh is None:
@@ -281,11 +292,14 @@ def _parted() -> AbstractMesh | None:
 
 
 def _put(x: Any, place: NamedSharding) -> Array:
-  x = jnp.asarray(x)
-  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if not isinstance(x, jax.Array):
+    x = np.asarray(x, jnp.result_type(x))  # not whole on one device first
+  elif jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = _put(jax.random.key_data(x), place)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  if place.is_fully_addressable or not x.is_fully_addressable:
+  elif not x.is_fully_addressable:
+    return jax.device_put(x, place)
+  if place.is_fully_addressable:
     return jax.device_put(x, place)
   x = np.asarray(x)
   return jax.make_array_from_callback(x.shape, place, lambda index: x[index])

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import flops, footprint, processes, sharding
+from specjax import flops, footprint, processes, products, sharding
 from specjax.checkpoint import Checkpoints
 from specjax.logs import Logger, Progress
 from specjax.optimizing import TrainState
@@ -34,8 +34,8 @@ def fit(
   log: Path,
   meta: Mapping[str, Any],
   score: Callable[[Mapping[str, float]], float],
+  like: Batch,
   show: Sequence[str] = (),
-  tokens: int = 1,
   operations: Callable[[TrainState, Batch], int] | None = None,
   dtype: str = 'float32',
   patience: int = 0,
@@ -67,11 +67,12 @@ def fit(
     log: of the scalars, without a suffix.
     meta: kept with every checkpoint.
     score: of the scalars; its highest value marks the best checkpoint.
+    like: shapes and places of a batch `[B, T]`, as `data.described` has them:
+      what a device will hold is said before the first is made.
     show: the scalars to show while it runs.
-    tokens: in a batch, for the rate.
-    operations: of the matrix products in a step, of a state and a batch; asked
-      for behind the last step, and compared with one large product, which is
-      timed then. Without it their rate is not said.
+    operations: of the matrix products in a step, of a state and such shapes;
+      asked for behind the last step, and compared with one large product, which
+      is timed then. Without it their rate is not said.
     dtype: of the factors of these products.
     patience: evaluations in a row without a higher score after which it stops
       early; 0 is never. The checkpoints tell, so that a run that was killed
@@ -93,17 +94,19 @@ def fit(
     processes.Preemption(log.name) as preemption,
     Checkpoints(folder) as checkpoints,
   ):
-    done = checkpoints.latest() or 0
+    done = processes.agreed(checkpoints.latest() or 0)
     best = _Best(checkpoints)
     over = done >= steps or best.waited(done, every, patience)
     if done:
-      like = {'model': state.model, 'opt': state.opt}
+      wanted = {'model': state.model, 'opt': state.opt}
       if over and 'opt' not in checkpoints.items(done):
-        del like['opt']  # a draft that an ablation chose
-      saved = {'opt': state.opt, **checkpoints.restore(done, like)}
+        del wanted['opt']  # a draft that an ablation chose
+      saved = {'opt': state.opt, **checkpoints.restore(done, wanted)}
       state = TrainState(**saved, step=state.step + done)
     if over:
       return state
+    print(f'{log.name}: {_footprint(state, like, beside)}')
+    tokens = like.tokens.size
     speed = _Speed()
     with (
       Logger(log, step=done or -1) as logger,
@@ -113,10 +116,7 @@ def fit(
     ):
       recent = []
       for i in progress:
-        batch = batches(i, state.model)
-        if i == done:
-          print(f'{log.name}: {_footprint(state, batch, beside)}')
-        state, scalars = step(state, batch)
+        state, scalars = step(state, batches(i, state.model))
         recent.append(scalars)
         due = (i + 1) % every == 0 or i + 1 == steps
         ending = preemption.asked()
@@ -153,8 +153,10 @@ def fit(
     if speed.steps:
       said = ''
       if operations:
-        rate = speed.rate * operations(state, batch)
-        peak = flops.peak(dtype) * _devices(state)
+        rate = speed.rate * operations(state, like)
+        # A CPU's devices share its cores.
+        each = jax.process_count() if products.on_cpu() else _devices(state)
+        peak = flops.peak(dtype) * each
         said = (
           f'; {rate / 1e9:,.0f} GFLOP/s in matrix products, those made again'
           f' for the gradient too: {rate / peak:.0%} of the rate of one large'
@@ -167,22 +169,19 @@ def fit(
     return state
 
 
-def _footprint(state: TrainState, batch: Batch, beside: Any) -> str:
+def _footprint(state: TrainState, like: Batch, beside: Any) -> str:
   """What each device holds, in words."""
   parts = {
     'parameters': state.model,
     'optimiser': state.opt,
     'target': beside,
-    'text': batch,
+    'text': like,
   }
   sizes = {name: sharding.bytes_each(x) for name, x in parts.items()}
-  said = ', '.join(f'{footprint.said(n)} {name}' for name, n in sizes.items())
   count = _devices(state)
-  back = footprint.said(sizes['parameters'] + sizes['optimiser'])
-  return (
-    f'on {"one device" if count == 1 else f"each of {count} devices"} {said}:'
-    f' into a step go {footprint.said(sum(sizes.values()))} and out come {back}'
-  )
+  where = 'one device' if count == 1 else f'each of {count} devices'
+  back = sizes['parameters'] + sizes['optimiser']
+  return footprint.listed(where, sizes, 'a step', sum(sizes.values()), back)
 
 
 def _devices(state: TrainState) -> int:

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specjax import products
 from specjax.types import Array, Warp, pytree
 
 
@@ -202,7 +203,7 @@ def _last(holds, low: int, high: int, logits: Array) -> Array:
 
 
 def _by_slices(x: Array) -> bool:
-  return x.shape[-1] >= _LONG and jax.default_backend() == 'cpu'
+  return x.shape[-1] >= _LONG and products.on_cpu()
 
 
 def _padded(x: Array, value: float) -> Array:

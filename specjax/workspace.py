@@ -123,7 +123,11 @@ class Workspace:
 
   @classmethod
   def look_at(
-    cls, folder: Path, config: Mapping[str, Any], k: int | None = None
+    cls,
+    folder: Path,
+    config: Mapping[str, Any],
+    k: int | None = None,
+    mesh: Mesh | None = None,
   ) -> Workspace:
     """Opens a run that exists, to measure it.
 
@@ -133,6 +137,7 @@ class Workspace:
         what was trained may have changed.
       k: draft length to decode with, in place of `decode.k`. The page's own
         draft need not go so far: another may be decoded with.
+      mesh: where its models shall lie; None: on one device.
 
     Raises:
       FileNotFoundError: there is no run.
@@ -156,7 +161,7 @@ class Workspace:
       if k < 0:
         raise ValueError(f'--k is {k}: it must be 0 or more')
       config['decode']['k'] = k
-    return cls(folder, config)
+    return cls(folder, config, mesh)
 
   @functools.cached_property
   def corpus(self) -> corpora.Corpus:
@@ -218,7 +223,8 @@ class Workspace:
   def new_target(self, seed: int) -> Transformer:
     """An untrained target."""
     sizes = TransformerConfig(**self.target_config)
-    return Transformer(sizes, nnx.Rngs(seed))
+    with sharding.beside(self.mesh):
+      return Transformer(sizes, nnx.Rngs(seed))
 
   @property
   def target_config(self) -> dict[str, Any]:
@@ -259,7 +265,8 @@ class Workspace:
           f'{wanted["path"]} has changed since it was looked at: try again'
         )
       tokenizer = self._require_adoptable(source)
-      target = source.load(wanted['dtype'], tokenizer.vocab_size)
+      with sharding.beside(self.mesh):
+        target = source.load(wanted['dtype'], tokenizer.vocab_size)
       record = {
         'tokenizer': tokenizer.hash,
         'vocab_size': source.read_config().vocab_size,
@@ -332,9 +339,9 @@ class Workspace:
     Raises:
       ValueError: it has nothing to train, or is not of the target's sizes.
     """
-    drafter = _build_drafter(
-      self.draft_config, self.target_sizes, nnx.Rngs(seed)
-    )
+    config, sizes = self.draft_config, self.target_sizes
+    with sharding.beside(self.mesh):
+      drafter = _build_drafter(config, sizes, nnx.Rngs(seed))
     if not jax.tree.leaves(drafter):
       raise ValueError(
         f'draft.drafter is {self.config["draft"]["drafter"]!r}, which has'
@@ -546,7 +553,8 @@ class Workspace:
   def _pretrained_draft(self) -> Transformer:
     """The model at `draft.path`, whose ids must mean what the target's do."""
     source = _require_own(self.config['draft']['path'], self.tokenizer)
-    return source.load(vocab_size=self.tokenizer.vocab_size)
+    with sharding.beside(self.mesh):
+      return source.load(vocab_size=self.tokenizer.vocab_size)
 
   def _require_target(self) -> str:
     """Refuses that there is none; returns the command that trains it."""

@@ -200,6 +200,67 @@ def test_a_sort_would_be_seen():
   assert 'sort' in {name for _, name in instructions(text)}
 
 
+def weights_made(text, model):
+  """Instructions that write an array of a weight's shape, however it lies."""
+  shapes = {leaf.shape for leaf in jax.tree.leaves(model) if leaf.ndim == 2}
+  shapes |= {shape[::-1] for shape in shapes}
+  return {
+    (shape, name)
+    for shape, name in instructions(materialized(text))
+    if shape in shapes and name not in IN_PLACE
+  }
+
+
+def materialized(text):
+  """The instructions whose results are arrays: of a fusion, its last."""
+  fused = set(re.findall(r'calls=(%[\w.-]+)', text))
+  kept, within = [], None
+  for line in text.splitlines():
+    if line.startswith('%'):
+      within = line.split()[0]
+    if within not in fused or line.lstrip().startswith('ROOT '):
+      kept.append(line)
+  return '\n'.join(kept)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('batch', [1, 3])
+def test_weights_are_read_as_they_lie(dtype, batch):
+  """One that is transposed or converted first is so in every call."""
+  target = toys.transformer(dtype=dtype, **SIZES)
+  draft = toys.transformer(1, dtype=dtype, **SIZES)
+  for drafter in NoDrafter(), NGram(1), NGram(4), ModelDrafter(draft, 3):
+    text, _ = advance_program(target, drafter, batch)
+    assert not weights_made(text, target), drafter
+  given = arguments(target, drafter, batch)
+  text = jax.jit(decode.prefill).lower(*given).compile(toys.QUICK).as_text()
+  assert not weights_made(text, target)
+
+
+def test_a_weight_that_is_made_again_would_be_seen():
+  target = toys.transformer(dtype='bfloat16', **SIZES)
+
+  @jax.jit
+  def loop(target, x, ids, step):
+    return jax.lax.fori_loop(0, 9, lambda i, x: step(target, x, ids + i), x)
+
+  def found(step):
+    x, ids = jnp.zeros((1, 5, SIZES['width'])), jnp.zeros((1, 5), int)
+    lowered = loop.lower(target, x, ids, jax.tree_util.Partial(step))
+    return weights_made(lowered.compile(toys.QUICK).as_text(), target)
+
+  def looked_up(model, x, ids):
+    return x + model.embedding[...][ids].astype('float32')
+
+  def multiplied(model, x, ids):
+    weight = model.layers[0].proj[...]
+    mixed = jnp.tile(x, 11).astype(weight.dtype)
+    return jnp.einsum('bti,oi->bto', mixed, weight).astype('float32')
+
+  assert not found(lambda model, x, ids: x + model.embed(ids))
+  assert found(looked_up) and found(multiplied)
+
+
 def logits_made(text):
   """Rows of logits in the largest array of them."""
   return max(

@@ -342,12 +342,20 @@ def test_the_loop_copies_no_cache(name, i):
 @pytest.mark.slow
 def test_rows_on_four_devices_are_the_rows_on_one():
   program = """
-import jax, numpy as np
+import jax, numpy as np, toys
 import conformance_test as suite
+from specjax.drafters.none import NoDrafter
+plain = suite.written(NoDrafter())
 assert jax.device_count() == 4
-plain = suite.written(suite.EXAMPLES['none'][0])
 for name, own in suite.EXAMPLES.items():
-  spread = suite.written(own[-1], spread=True)
+  spread = suite.written(own[-1], data=4)
+  np.testing.assert_array_equal(spread, plain, name)
+# Layers too, and a vocabulary that can be divided.
+target = toys.transformer(vocab_size=8, qkv_bias=True)
+draft = toys.transformer(1, vocab_size=8, layers=1, qkv_bias=True)
+plain = suite.written(NoDrafter(), target)
+for name, own in suite.examples(target, draft).items():
+  spread = suite.written(own[-1], target, data=2, tensor=2)
   np.testing.assert_array_equal(spread, plain, name)
 print('all')
 """
@@ -365,16 +373,17 @@ print('all')
   assert done.stdout == 'all\n', done.stderr[-2000:]
 
 
-def written(drafter, spread=False):
-  """Greedy text of four rows, on one device or with rows spread over many.
+def written(drafter, target=None, **sizes):
+  """Greedy text of four rows, on one device or on a mesh.
 
   Each device has a loop of its own, since rows have nothing to say to one
   another. Were they one program's, it would exchange what a CPU writes row by
   row, and devices in two exchanges at once wait for one another for good.
   """
   rng, warp = np.random.default_rng(0), warps.Temperature(0.0)
-  mesh = sharding.make(data=4) if spread else None
-  target, own = sharding.spread((TARGET, with_warp(drafter, warp)), mesh)
+  mesh = sharding.make(**sizes)
+  models = target or TARGET, with_warp(drafter, warp)
+  target, own = sharding.spread(models, mesh)
   state = generation.start(
     target,
     own,
@@ -386,5 +395,5 @@ def written(drafter, spread=False):
   rule, never = verify.as_pytree(rule_for(drafter)), jnp.zeros(0, jnp.int32)
   settings = target, own, rule, warp, never
   state = generation.advance(*settings, state, 99, mesh=mesh)
-  assert len(state.tokens.sharding.device_set) == (4 if spread else 1)
+  assert len(state.tokens.sharding.device_set) == (4 if sizes else 1)
   return np.asarray(state.tokens)

@@ -13,7 +13,7 @@ from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
 from specjax.models.markov import Markov
-from specjax.types import Draft, Keys
+from specjax.types import Draft, Keys, Limit
 from specjax.warps import Greedy
 
 V = 7
@@ -34,7 +34,7 @@ every = pytest.mark.parametrize('name', DRAFTERS)
 
 
 @toys.jit
-def propose(drafter, tokens, length, seed=0):
+def propose(drafter, tokens, length, seed=0, limit=None):
   """What `drafter` proposes on a cold memory."""
   batch, size = tokens.shape
   rows = jax.random.split(jax.random.key(seed), batch)
@@ -45,6 +45,7 @@ def propose(drafter, tokens, length, seed=0):
     Keys(rows, rows),
     tokens,
     length,
+    *(() if limit is None else (limit,)),
   )[0]
 
 
@@ -138,10 +139,11 @@ def test_one_memory_serves_any_schedule_of_lengths():
   assert seen >= {(k, n) for k in (0, 1, 2, 4) for n in range(k + 1)}, seen
 
 
-def look_up(rows, k, n, size=48, least=1):
+def look_up(rows, k, n, size=48, least=1, limit=None):
   """The valid part of each row's proposal."""
-  draft = propose(NGram(k, n, least), *padded(rows, size))
-  assert (np.asarray(draft.tokens)[~np.asarray(draft.valid)] == 0).all()
+  draft = propose(NGram(k, n, least), *padded(rows, size), limit=limit)
+  if limit is None:
+    assert (np.asarray(draft.tokens)[~np.asarray(draft.valid)] == 0).all()
   pairs = zip(np.asarray(draft.tokens), np.asarray(draft.valid), strict=True)
   return [row[valid].tolist() for row, valid in pairs]
 
@@ -183,6 +185,12 @@ def test_lookup_against_a_plain_search(n, least):
   expected = [oracles.lookup(row, 5, n, least) for row in rows]
   assert look_up(rows, 5, n, size=12, least=least) == expected
   assert {len(row) for row in expected} == set(range(6))
+  # A length that is chosen wants two tokens, where it looks for so many.
+  chosen = [
+    oracles.lookup(row, 5, n, max(least, min(2, n)))[:3] for row in rows
+  ]
+  cut = look_up(rows, 5, n, size=12, least=least, limit=Limit(jnp.array(3)))
+  assert cut == chosen
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rounds and training steps lower for accelerators that are not here."""
 
+import functools
 import re
 
 import conformance_test
@@ -9,14 +10,31 @@ import jax.numpy as jnp
 import optax
 import pytest
 import toys
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
-from specjax import decode, distill, optimizing, sharding, verify, warps
-from specjax.types import Batch, Block
+from specjax import (
+  data,
+  decode,
+  distill,
+  generation,
+  optimizing,
+  products,
+  sharding,
+  verify,
+  warps,
+)
+from specjax.draft_length import FIXED
+from specjax.types import Block
 
 PLATFORMS = pytest.mark.parametrize('platform', ['tpu', 'cuda'])
 EVERYDAY = 'model', 'ngram'
 MESH = AbstractMesh((2, 1, 2), sharding.AXES)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+  """What is written for CPUs alone is not taken, as it is not there."""
+  monkeypatch.setattr(products, 'on_cpu', lambda: False)
 
 
 def module(function, platform, *args, devices=1):
@@ -28,11 +46,11 @@ def module(function, platform, *args, devices=1):
 
 
 def rows(*arrays):
-  """Descriptions of arrays whose rows are divided over the mesh."""
+  """Descriptions of trees of arrays whose rows are divided over the mesh."""
   place = NamedSharding(MESH, sharding.ROWS)
-  return [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays
-  ]
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays
+  )
 
 
 @PLATFORMS
@@ -66,16 +84,29 @@ def test_decoding_lowers(name, platform):
 
 @PLATFORMS
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_training_step_lowers(platform, dtype):
+@pytest.mark.parametrize('accumulate', [1, 2])
+def test_a_step_of_distillation_lowers(platform, dtype, accumulate):
   tx = optax.adamw(1e-3)
-  update = optimizing.make_step(distill.distill_loss, tx, batch=1, dtype=dtype)
+  update = optimizing.make_step(
+    distill.distill_loss, tx, batch=1, dtype=dtype, accumulate=accumulate
+  )
   drafter = conformance_test.EXAMPLES['model'][0]
   state = optimizing.init(drafter, tx)
-  batch = Batch(*(jnp.ones((2, 8), t) for t in ('int32', 'int32', 'float32')))
   weights = distill.objective(3.0)
-  args = state, conformance_test.TARGET, batch, weights
+  args = state, conformance_test.TARGET, data.described(2, 8), weights
   text = module(update, platform, *args)
   assert ('bf16' in text) == (dtype == 'bfloat16')
+
+
+@PLATFORMS
+def test_a_step_of_pretraining_lowers(platform):
+  tx = optax.adamw(1e-3)
+  update = optimizing.make_step(distill.language_loss, tx)
+  state = optimizing.init(conformance_test.TARGET, tx)
+  module(update, platform, state, data.described(2, 8))
+  state = sharding.described(jax.eval_shape(lambda: state), MESH)
+  step = sharding.step(update, state)
+  module(step, platform, state, data.described(4, 8, MESH), devices=4)
 
 
 @PLATFORMS
@@ -83,19 +114,16 @@ def test_decoding_on_a_mesh_lowers(platform):
   drafter = conformance_test.EXAMPLES['model'][0]
   pair = sharding.described((conformance_test.TARGET, drafter), MESH)
   rule, eos = verify.as_pytree(verify.rejection), jnp.zeros(1, jnp.int32)
-
-  def part(target, drafter, tokens, length, keys):
-    texts = tokens, length, length + 8, length, keys
-    state = decode.prefill(target, drafter, *texts)
-    args = target, drafter, rule, warps.UNCHANGED, eos, state, 9
-    return decode.advance(*args).tokens
-
-  whole = PartitionSpec()
-  ins = whole, whole, *[sharding.ROWS] * 3
-  run = sharding.over_rows(part, MESH, ins, sharding.ROWS)
-  keys = jax.random.split(jax.random.key(0), 4)
-  texts = rows(jnp.zeros((4, 24), jnp.int32), jnp.ones(4, jnp.int32), keys)
-  text = module(run, platform, *pair, *texts, devices=4)
+  keys, ints = jax.random.split(jax.random.key(0), 4), jnp.ones(4, jnp.int32)
+  texts = rows(jnp.zeros((4, 24), jnp.int32), ints, 9 * ints, ints, keys)
+  begin = functools.partial(generation._prefill, mesh=MESH)
+  args = *pair, *texts, FIXED
+  text = module(begin, platform, *args, devices=4)
+  assert 'sdy.manual_computation' in text
+  (state,) = rows(jax.eval_shape(begin, *args))
+  run = functools.partial(generation.advance, mesh=MESH)
+  args = *pair, rule, warps.UNCHANGED, eos, state, 9, FIXED
+  text = module(run, platform, *args, devices=4)
   assert 'sdy.manual_computation' in text and 'stablehlo.while' in text
 
 
@@ -107,12 +135,19 @@ def test_a_training_step_on_a_mesh_lowers(platform):
   state = sharding.described(state, MESH)
   target = sharding.described(conformance_test.TARGET, MESH)
   update = optimizing.make_step(distill.distill_loss, tx, batch=1)
-  tokens, ones = jnp.ones((4, 8), jnp.int32), jnp.ones((4, 8))
-  args = state, target, Batch(*rows(tokens, tokens, ones))
-  step = sharding.step(update, state)
-  text = module(step, platform, *args, distill.objective(3.0), devices=4)
+  args = state, target, data.described(4, 8, MESH), distill.objective(3.0)
+  text = module(sharding.step(update, state), platform, *args, devices=4)
   divided = re.findall(r'sdy.sharding = #sdy.sharding<@mesh[^>]*"tensor"', text)
   assert len(divided) > 10
+
+
+@PLATFORMS
+def test_what_is_done_for_cpus_is_not_done_there(platform, monkeypatch):
+  x, weight = jnp.ones((1, 8)), jnp.ones((16, 8), 'bfloat16')
+  padded = 'tensor<4x8'
+  assert padded not in module(products.dot, platform, x, weight)
+  monkeypatch.setattr(products, 'on_cpu', lambda: True)
+  assert padded in module(lambda *a: products.dot(*a), platform, x, weight)
 
 
 @PLATFORMS

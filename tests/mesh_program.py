@@ -14,40 +14,78 @@ import toys
 from specjax import (
   data,
   distill,
+  footprint,
   generation,
   optimizing,
   processes,
+  recipes,
   sharding,
+  verify,
   warps,
 )
 from specjax.drafters.model import ModelDrafter
 from specjax.types import Batch
 
 V, ROWS, T = 16, 8, 12
-SIZES = dict(vocab_size=V, layers=2, heads=4, kv_heads=2)
+SIZES = dict(vocab_size=V, layers=2, heads=4, kv_heads=2, qkv_bias=True)
+HALF = SIZES | {'vocab_size': 256, 'dtype': 'bfloat16'}
 
 
 def texts(mesh):
   """Tokens by sampling, of an oracle, and by greedy choice, of a model."""
-  model = toys.transformer(**SIZES)
-  small = toys.transformer(seed=1, **SIZES | {'layers': 1})
+
+  def pair(sizes):
+    return (
+      toys.transformer(**sizes),
+      toys.transformer(seed=1, **sizes | {'layers': 1}),
+    )
+
   oracle = toys.markov(vocab=V), toys.markov(seed=1, vocab=V)
   for name, (target, draft), warp in (
     ('oracle', oracle, warps.UNCHANGED),
-    ('model', (model, small), warps.temperature(0.0)),
+    ('model', pair(SIZES), warps.temperature(0.0)),
+    ('half', pair(HALF), warps.temperature(0.0)),
   ):
     target, draft = sharding.spread((target, draft), mesh)
+    drafter = ModelDrafter(draft, 3, warp)
+    prompts = [[1 + i % 7] * (1 + i % 3) for i in range(ROWS)]
     result = generation.generate(
       target,
-      ModelDrafter(draft, 3, warp),
-      [[1 + i % 7] * (1 + i % 3) for i in range(ROWS)],
+      drafter,
+      prompts,
       key=jax.random.key(0),
       max_new_tokens=[20 + i for i in range(ROWS)],
       warp=warp,
       mesh=mesh,
     )
+    if name == 'model':
+      yield 'planned', planned(target, drafter, prompts, warp, mesh)
     yield name, result.tokens
     yield f'{name}/accepted', result.stats.accepted
+
+
+def planned(target, drafter, prompts, warp, mesh):
+  """Bytes that go into a call and come out, as planned and as compiled."""
+  options = dict(key=jax.random.key(0), max_new_tokens=40, mesh=mesh)
+  state = generation.start(target, drafter, prompts, **options)
+  if mesh:
+    rows, heads, *_ = (
+      jax.tree.leaves(state.cache.rows)[0].addressable_shards[0].data.shape
+    )
+    assert rows == ROWS // sharding.parts(mesh)
+    assert heads == SIZES['kv_heads'] // mesh.shape['tensor']
+  rule = verify.as_pytree(verify.rejection)
+  args = target, drafter, rule, warp, jnp.zeros(0, jnp.int32), state, 9
+  program = generation.advance.lower(*args, mesh=mesh).compile()
+  found = program.memory_analysis()
+  size = state.tokens.shape[1]
+  plan = footprint.plan(target, drafter, ROWS, size, mesh)
+  return np.array(
+    [
+      [plan.arguments, found.argument_size_in_bytes],
+      [plan.outputs, found.output_size_in_bytes],
+    ]
+  )
 
 
 def read(asked):
@@ -78,7 +116,7 @@ def trained(mesh):
   # turns where it is almost zero.
   tx = optax.sgd(0.1, momentum=0.9)
   update = optimizing.make_step(distill.distill_loss, tx, batch=1)
-  state = sharding.spread(optimizing.init(draft, tx), mesh)
+  state = recipes.begin(draft, tx, mesh)
   weights = distill.objective(3.0)
   state, scalars = sharding.step(update, state)(state, target, batch, weights)
   if mesh:

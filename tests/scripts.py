@@ -12,16 +12,17 @@ from absl import flags
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def start(script, *arguments, devices=1):
+def start(script, *arguments, devices=1, env=()):
   """A script in a process of its own; several may run at once.
 
-  On so many fake devices.
+  On so many fake devices, with variables of the environment besides.
   """
   return subprocess.Popen(
     [sys.executable, ROOT / script, *map(str, arguments)],
     cwd=ROOT,
     env={
       **os.environ,
+      **dict(env),
       'PYTHONPATH': os.pathsep.join([str(ROOT), *_path()]),
       # Compiles in half the time.
       'XLA_FLAGS': '--xla_backend_optimization_level=0'

@@ -1,11 +1,13 @@
 """The same on one device, on several, and in several processes."""
 
+import random
 import signal
 import socket
 import time
 
 import conformance_test
 import jax
+import mesh_program
 import numpy as np
 import pytest
 import scripts
@@ -75,12 +77,14 @@ def test_bytes_are_those_of_the_fullest_device():
 
 
 def finish(*running):
-  """What the last of them printed; fails where one of them does."""
+  """What each of them printed; fails where one of them does."""
   try:
+    said = []
     for process in running:
       code, out, error = scripts.finish(process, timeout=300)
       assert code == 0, error[-3000:]
-    return out
+      said.append(out)
+    return said
   finally:
     for process in running:
       process.kill()
@@ -93,6 +97,37 @@ def address():
     return f'localhost:{free.getsockname()[1]}'
 
 
+def in_two(out, *sizes):
+  """Starts the program in two processes of two devices each."""
+  where = address()
+  return [
+    scripts.start(PROGRAM, out, *sizes, f'{where},2,{i}', devices=2)
+    for i in range(2)
+  ]
+
+
+def as_mpirun(out, *sizes):
+  """Likewise, where only the environment tells, as Open MPI's does."""
+  job = 2**12 * random.randrange(2**12)  # a port near the end follows from it
+  known = {
+    'OMPI_MCA_orte_hnp_uri': f'{job}.0;tcp://127.0.0.1:1',
+    'OMPI_COMM_WORLD_SIZE': '2',
+  }
+  return [
+    scripts.start(
+      PROGRAM,
+      *(out, *sizes, 'auto'),
+      devices=2,
+      env=known
+      | {
+        'OMPI_COMM_WORLD_RANK': str(i),
+        'OMPI_COMM_WORLD_LOCAL_RANK': str(i),
+      },
+    )
+    for i in range(2)
+  ]
+
+
 @pytest.fixture(scope='module')
 def outcomes(tmp_path_factory):
   """By mesh, what the program came to there; and of its second process."""
@@ -100,21 +135,16 @@ def outcomes(tmp_path_factory):
   finish(scripts.start(PROGRAM, folder / 'one', 1, 1, 1))
   finish(scripts.start(PROGRAM, folder / 'four', 2, 1, 2, devices=4))
   finish(scripts.start(PROGRAM, folder / 'stored', 1, 4, 1, devices=4))
-  where = address()
-  finish(
-    *(
-      scripts.start(
-        PROGRAM, folder / 'two', 2, 1, 2, f'{where},2,{i}', devices=2
-      )
-      for i in range(2)
-    )
-  )
-  names = 'one', 'four', 'stored', 'two'
+  finish(*in_two(folder / 'two', 2, 1, 2))
+  finish(*as_mpirun(folder / 'apart', 1, 4, 1))  # fsdp from process to process
+  names = 'one', 'four', 'stored', 'two', 'apart'
   found = {name: np.load(folder / f'{name}0.npz') for name in names}
   return found | {'second': np.load(folder / 'two1.npz')}
 
 
-MESHES = pytest.mark.parametrize('name', ['four', 'stored', 'two', 'second'])
+MESHES = pytest.mark.parametrize(
+  'name', ['four', 'stored', 'two', 'second', 'apart']
+)
 
 
 @pytest.mark.slow
@@ -134,6 +164,37 @@ def test_a_model_differs_by_rounding(outcomes, name):
   assert apart < 1e-5 * np.abs(one['logits']).max()
   # No near-tie is among these, so not a token differs.
   np.testing.assert_array_equal(one['model'], other['model'])
+
+
+def first_mismatches(one, other, model):
+  """By row where texts part: its place, the margin there, what is a tie."""
+  for row, (ours, theirs) in enumerate(zip(one, other, strict=True)):
+    differ = np.flatnonzero(ours != theirs)
+    if differ.size:
+      margin, tie = toys.top_two_margin(model, ours, differ[0])
+      yield row, int(differ[0]), float(margin), float(tie)
+
+
+@pytest.mark.slow
+@MESHES
+def test_where_tokens_part_two_were_as_good(outcomes, name):
+  one, other = outcomes['one']['half'], outcomes[name]['half']
+  model = toys.transformer(**mesh_program.HALF)
+  for row, place, margin, tie in first_mismatches(one, other, model):
+    print(f'{name}: row {row} parts at {place}, margin {margin:.4f} of {tie}')
+    assert margin < tie
+  # Anything else would be seen.
+  wrong = one.copy()
+  wrong[:, 12] = (wrong[:, 12] + 1) % model.vocab_size
+  found = [m > tie for *_, m, tie in first_mismatches(one, wrong, model)]
+  assert len(found) == len(one) and any(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['one', 'four', 'stored', 'two', 'apart'])
+def test_a_plan_of_a_mesh_is_what_the_compiler_says(outcomes, name):
+  for plan, compiled in outcomes[name]['planned']:
+    assert 0.95 < compiled / plan < 1.05, (plan, compiled)
 
 
 @pytest.mark.slow
@@ -180,6 +241,9 @@ def parameters(folder):
 
 def run_on(kind, folder):
   """Starts the training there: on devices of one process, or in two."""
+  if kind in ('all of four', 'all of one'):  # by the same command
+    devices = {'all of four': 4, 'all of one': 1}[kind]
+    return [pretrain(folder, '--config.mesh.data=0', devices=devices)]
   if kind == 'two processes':
     where = address()
     return [
@@ -198,6 +262,7 @@ def run_on(kind, folder):
     ('one device', 'four devices'),
     ('four devices', 'one device'),
     ('two processes', 'one device'),
+    ('all of four', 'all of one'),
   ],
 )
 def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
@@ -245,7 +310,7 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
     '--config.data.target=0.5',
     *FOUR,
   )
-  out = finish(
+  second, out = finish(
     *(
       scripts.start(
         'train/distill.py', *more, f'--distributed={where},2,{i}', devices=2
@@ -253,11 +318,15 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
       for i in (1, 0)
     )
   )
-  assert 'draft: acceptance' in out
+  assert 'draft: acceptance' in out and second == ''
+  lines = out.splitlines()
+  held = next(i for i, x in enumerate(lines) if 'on each of 4 devices' in x)
+  assert 'pretrain: ' in lines[held] and 'optimiser' in lines[held]
   # It is a run like any other, on one device too.
-  code, text, error = scripts.run(
-    'eval/generate.py', f'--workdir={folder}', '--prompt=def', '--tokens=8'
-  )
+  write = 'eval/generate.py', f'--workdir={folder}', '--prompt=def'
+  code, text, error = scripts.run(*write, '--tokens=8')
   assert code == 0 and text, error
+  two = scripts.start(*write, '--tokens=8', '--tensor=2', devices=2)
+  assert finish(two) == [text]
   steps = [line['step'] for line in logs.read(folder / 'logs/pretrain.jsonl')]
   assert steps == sorted(set(steps)) and steps[-1] == 60

@@ -343,6 +343,7 @@ def train(folder, die_at=None):
     log=folder / 'logs',
     meta={},
     score=lambda values: values['score'],
+    like=data.described(4, WINDOW),
   )
   return state.model
 

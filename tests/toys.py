@@ -54,6 +54,19 @@ def greedy(model, prompt, count):
   ).new_tokens()[0]
 
 
+def top_two_margin(model, text, at):
+  """Of the target's law of `text[at]`, and what rounding may turn round."""
+  features = forward(model, text[None], np.ones_like(text)[None]).features
+  second, first = np.sort(model.unembed(features[0, at - 1]))[-2:]
+  if model.config.dtype == 'float32':
+    return first - second, 1e-4
+  # Two units in the last place of bfloat16: 0.25 of a logit from 16 to 32.
+  return first - second, 2 * 2.0 ** (np.floor(np.log2(abs(first))) - 7)
+
+
+forward = jit(lambda model, *windows: model.forward(*windows))
+
+
 def markov(seed=0, order=1, vocab=5, scale=1.0):
   """A random table."""
   rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import distill, logs, optimizing, training
+from specjax import data, distill, logs, optimizing, training
 from specjax.checkpoint import Checkpoints
 from specjax.models.markov import Markov
 from specjax.types import Batch
@@ -54,6 +54,7 @@ def fit(folder, batches, step=STEP, steps=6, evaluate=size, **options):
       'log': folder / 'logs' / 'test',
       'meta': {'answer': 42},
       'score': lambda values: values['size'],
+      'like': data.described(2, 9),
       **options,
     },
   )
@@ -219,8 +220,8 @@ def test_it_stops_when_it_no_longer_gains(tmp_path, values, patience, stop):
 
 
 def test_tokens_per_second_are_told(tmp_path, capsys):
-  fit(tmp_path / 'a', Batches(), tokens=18)
+  fit(tmp_path / 'a', Batches())
   out = capsys.readouterr().out
   assert ' tokens per second' in out and 'GFLOP' not in out
-  fit(tmp_path / 'b', Batches(), tokens=18, operations=lambda *_: 10**9)
+  fit(tmp_path / 'b', Batches(), operations=lambda *_: 10**9)
   assert ' GFLOP/s in matrix products' in capsys.readouterr().out

@@ -449,16 +449,6 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
     toys.transformer(**sizes)
 
 
-def top_two_margin(model, text, at):
-  """Of the target's law of `text[at]`, and what rounding may turn round."""
-  features = forward(model, text[None], np.ones_like(text)[None]).features
-  second, first = np.sort(model.unembed(features[0, at - 1]))[-2:]
-  if model.config.dtype == 'float32':
-    return first - second, 1e-4
-  # Two units in the last place of bfloat16: 0.25 of a logit from 16 to 32.
-  return first - second, 2 * 2.0 ** (np.floor(np.log2(abs(first))) - 7)
-
-
 def decoded(model, drafter, state):
   """Greedily, to the end; compiled once for each draft length."""
   end = jnp.zeros(0, jnp.int32)
@@ -509,7 +499,7 @@ def test_greedy_speculation_is_plain_up_to_ties(plain, k):
   for row in range(2):
     differ = np.flatnonzero(np.asarray(got.tokens[row]) != text[row])
     if differ.size:
-      margin, tie = top_two_margin(model, text[row], differ[0])
+      margin, tie = toys.top_two_margin(model, text[row], differ[0])
       assert margin < tie, f'row {row} differs at {differ[0]}: {margin}'
     else:  # and there was something to accept and to reject
       assert 0 < got.stats.accepted[row] < got.stats.drafted[row]

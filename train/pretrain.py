@@ -17,7 +17,6 @@ from specjax import (
   experiment,
   flops,
   metrics,
-  optimizing,
   recipes,
   sharding,
   training,
@@ -52,10 +51,9 @@ def pretrain(workspace: Workspace):
   )
   tx, step = recipes.optimization(c, distill.language_loss, batch=0)
   batches = data.Batches(windows, c['batch'], c['seed'], mesh)
-  target = workspace.new_target(c['seed'])
-  state = sharding.spread(optimizing.init(target, tx), mesh)
+  state = recipes.begin(workspace.new_target(c['seed']), tx, mesh)
   update = sharding.step(step, state)
-  size = sum(leaf.size for leaf in jax.tree.leaves(target))
+  size = sum(leaf.size for leaf in jax.tree.leaves(state.model))
   print(f'target: {size:,} parameters')
   training.fit(
     state,
@@ -73,8 +71,8 @@ def pretrain(workspace: Workspace):
     },
     score=lambda values: -values['nats'],
     show=('bits_per_byte',),
-    tokens=c['batch'] * workspace.config['corpus']['window'],
-    operations=lambda state, batch: flops.products(update, state, batch),
+    like=data.described(c['batch'], workspace.config['corpus']['window'], mesh),
+    operations=lambda *like: flops.products(update, *like),
     dtype=c['dtype'],
   )
   final = evaluate(workspace.target(), workspace)

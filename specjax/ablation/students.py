@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax import distill, flops, optimizing, recipes, runs, training
+from specjax import data, distill, flops, optimizing, recipes, runs, training
 from specjax.ablation.planning import Student
 from specjax.ablation.scoring import measure, pick
 from specjax.checkpoint import Checkpoints
@@ -104,8 +104,9 @@ def train(
   state = jax.vmap(lambda model: optimizing.init(model, tx))(
     untrained(workspace, students)
   )
-  weights, first = objectives(students), text(0, state.model)
-  program = mapped(update).lower(state, target, first, weights).compile()
+  weights = objectives(students)
+  like = data.described(c['batch'], workspace.config['corpus']['window'])
+  program = mapped(update).lower(state, target, like, weights).compile()
   say(_memory(program))
   sound = jnp.ones(len(students), bool)
 
@@ -144,9 +145,9 @@ def train(
       meta={},
       score=lambda values: values['block_efficiency'],
       show=('acceptance', 'block_efficiency'),
-      tokens=c['batch'] * workspace.config['corpus']['window'],
-      operations=lambda state, batch: flops.products(
-        mapped(update), state, target, batch, weights
+      like=like,
+      operations=lambda state, like: flops.products(
+        mapped(update), state, target, like, weights
       ),
       dtype=c['dtype'],
     )

@@ -66,11 +66,11 @@ class Mixture:
         target, cache, memory.model, keys, tokens, length, limit
       )
       return draft, MixtureMemory(own, jnp.zeros_like(memory.copied))
-    found, _ = self.lookup.propose(
-      target, cache, (), keys, tokens, length, limit
-    )
-    copied = found.valid[:, 0]
+    # Without the limit, under which it would be surer: see its `least`.
+    found, _ = self.lookup.propose(target, cache, (), keys, tokens, length)
     nodes = k if limit is None else limit.nodes
+    valid = found.valid & (jnp.arange(k) < nodes)
+    copied = valid[:, 0]
 
     def go_on(i, logits):
       more = ~copied
@@ -92,7 +92,7 @@ class Mixture:
     draft = Draft(
       jnp.where(copied[:, None], found.tokens, drawn.tokens),
       logits=jnp.where(copied[:, None, None], point, drawn.logits),
-      valid=jnp.where(copied[:, None], found.valid, drawn.valid),
+      valid=jnp.where(copied[:, None], valid, drawn.valid),
       siblings=drawn.siblings,
     )
     return draft, MixtureMemory(own, copied)

@@ -26,11 +26,14 @@ class NGram:
     n: longest suffix to look for; each token costs a pass over the buffer.
     least: shortest suffix that counts. A longer one is found less often, and
       is right more often.
+    sure: likewise, where a controller chooses the length. A guess costs nothing
+      in a pass that is of one length anyway; there it makes the pass longer.
   """
 
   k: int = dataclasses.field(metadata={'static': True})
   n: int = dataclasses.field(default=3, metadata={'static': True})
   least: int = dataclasses.field(default=1, metadata={'static': True})
+  sure: int = dataclasses.field(default=2, metadata={'static': True})
 
   def __post_init__(self):
     """Refuses a negative length, and suffixes that are none."""
@@ -47,9 +50,10 @@ class NGram:
 
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """Point masses, which leave no doubt; beyond the known text invalid."""
-    copied, valid = jax.vmap(self._look_up)(tokens, length)
+    copied, valid, matched = jax.vmap(self._look_up)(tokens, length)
     if limit is not None:
       valid &= jnp.arange(self.k) < limit.nodes
+      valid &= (matched >= min(self.sure, self.n))[:, None]
     return Draft(copied, valid=valid, siblings='fixed'), memory
 
   def observe(self, target, memory, block, kept, output):
@@ -60,7 +64,10 @@ class NGram:
     """The same lookup with `k` tokens."""
     return dataclasses.replace(self, k=k)
 
-  def _look_up(self, tokens: Array, length: Array) -> tuple[Array, Array]:
+  def _look_up(
+    self, tokens: Array, length: Array
+  ) -> tuple[Array, Array, Array]:
+    """What is copied, what of it counts, and how long the match is."""
     place = jnp.arange(tokens.shape[0])
     # A match ends before the suffix's own last token.
     matching = place < length - 1
@@ -75,7 +82,7 @@ class NGram:
     follow = best + 1 + jnp.arange(self.k)
     valid = (longest[best] >= self.least) & (follow < length)
     follow = jnp.minimum(follow, tokens.shape[0] - 1)
-    return jnp.where(valid, tokens[follow], 0), valid
+    return jnp.where(valid, tokens[follow], 0), valid, longest[best]
 
 
 def build(config, target, rngs) -> NGram:

@@ -317,7 +317,7 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens: Array) -> Array:
     """Embeddings `[..., D]`, float32."""
-    return self.embedding[...][tokens].astype(jnp.float32)
+    return products.rows(self.embedding[...], tokens)
 
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
