@@ -318,7 +318,9 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
       for i in (1, 0)
     )
   )
-  assert 'draft: acceptance' in out and second == ''
+  assert 'draft: acceptance' in out
+  # What connects them is not Python's, and prints by itself.
+  assert all(line.startswith('[Gloo]') for line in second.splitlines())
   lines = out.splitlines()
   held = next(i for i, x in enumerate(lines) if 'on each of 4 devices' in x)
   assert 'pretrain: ' in lines[held] and 'optimiser' in lines[held]
