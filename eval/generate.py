@@ -21,6 +21,7 @@ from specjax import (
   decode,
   draft_length,
   experiment,
+  footprint,
   generation,
   metrics,
   proposers,
@@ -84,6 +85,10 @@ def main(config, folder):
     if flag.value is not None:
       config['decode'][key] = flag.value
   warp = warps.temperature(config['decode']['temperature'])
+  if not 1 <= TENSOR.value <= jax.device_count():
+    raise ValueError(
+      f'--tensor is {TENSOR.value}, of {jax.device_count()} devices'
+    )
   mesh = sharding.make(tensor=TENSOR.value)
   workspace = Workspace.look_at(folder, config, k=K.value, mesh=mesh)
   console = rich.console.Console(highlight=False)
@@ -135,6 +140,10 @@ def generate(workspace: Workspace, warp, write):
   advance = generation.advance.lower(
     *arguments, state, ROUNDS, controller, mesh=workspace.mesh
   ).compile()
+  if workspace.mesh:
+    size = state.tokens.shape[1]
+    plan = footprint.plan(target, drafter, 1, size, workspace.mesh, controller)
+    print(plan, file=sys.stderr)
   stream = tokenizer.stream()
   print(write(PROMPT.value, decode.PROMPT), end='', flush=True)
   result, seconds, shown = None, 0.0, len(prompt)

@@ -122,7 +122,7 @@ class Checkpoints:
         checkpoints that were there are intact.
     """
     self.wait()
-    if step in self.steps():
+    if processes.agreed(step in self.steps()):
       return
     processes.by_first(self._clear, f'clearing {self.directory}')
     flat = {name: _flatten(item)[0] for name, item in items.items()}

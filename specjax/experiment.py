@@ -106,7 +106,7 @@ def app(
       spread = [x for x in overrides if x.startswith('--config.mesh.')]
       if spread and not distributed:
         raise ValueError(
-          f'{spread[0]}: this runs on one device; what trains takes a mesh'
+          f'{spread[0]}: a mesh is of train/pretrain.py and train/distill.py'
         )
       config = override(load(source), overrides)
       if distributed and flags.FLAGS.distributed:

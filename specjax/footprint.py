@@ -54,11 +54,8 @@ class Plan(NamedTuple):
 
   def __str__(self) -> str:
     """In one line."""
-    sizes = self._asdict()
-    if not self.gathered:
-      del sizes['gathered']
     goes = 'a round', self.arguments, self.outputs
-    return listed('each device', sizes, *goes).replace('_', ' ')
+    return listed('each device', self._asdict(), *goes).replace('_', ' ')
 
 
 def plan(
@@ -111,27 +108,37 @@ def plan(
 
 def _gathered(models: Any, mesh: Mesh | None) -> int:
   """Bytes of what is gathered over `fsdp`, which `tensor` still divides."""
-  if mesh is None or mesh.shape['fsdp'] == 1:
+  if mesh is None:
     return 0
   whole = AbstractMesh((mesh.shape['data'], 1, mesh.shape['tensor']), AXES)
-  return sharding.bytes_each(sharding.described(models, whole))
+  pairs = zip(
+    jax.tree.leaves(models),
+    jax.tree.leaves(sharding.described(models, whole)),
+    strict=True,
+  )
+  sizes = (tuple(map(sharding.bytes_each, pair)) for pair in pairs)
+  return sum(again for stored, again in sizes if again != stored)
 
 
 def _held(tree: Any, mesh: Mesh | None) -> int:
   """Bytes of caches, whose heads `tensor` divides where it can."""
-  total, parts = sharding.bytes_each(tree), mesh.shape['tensor'] if mesh else 1
-  for cache in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Cache)):
-    for x in jax.tree.leaves(cache.rows) if isinstance(cache, Cache) else ():
-      if x.shape[1] % parts == 0:
-        total -= sharding.bytes_each(x) * (parts - 1) // parts
-  return total
+  parts = mesh.shape['tensor'] if mesh else 1
+  nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Cache))
+  caches = [node.rows for node in nodes if isinstance(node, Cache)]
+  divided = sum(
+    sharding.bytes_each(x)
+    for x in jax.tree.leaves(caches)
+    if x.shape[1] % parts == 0
+  )
+  return sharding.bytes_each(tree) - divided * (parts - 1) // parts
 
 
 def listed(
   where: str, parts: Mapping[str, int], what: str, into: int, out: int
 ) -> str:
   """Bytes of parts by name, and of what goes into a program and comes out."""
-  each = ', '.join(f'{said(size)} {name}' for name, size in parts.items())
+  held = {name: size for name, size in parts.items() if size}
+  each = ', '.join(f'{said(size)} {name}' for name, size in held.items())
   return (
     f'on {where} {each}: into {what} go {said(into)} and out come {said(out)}'
   )

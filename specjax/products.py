@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from specjax.types import Array
 
 DTYPES = 'float32', 'bfloat16'
-FEW = 4  # rows
+_FEW = 4  # rows, of fewer of which XLA makes slower products on CPUs
 _ROUNDED = 'BF16_BF16_F32'
 
 
@@ -66,10 +66,10 @@ def dot(x: Array, weight: Array) -> Array:
   if rounded():
     found = product('td,fd->tf', flat, weight)
   else:
-    if len(flat) < FEW and weight.dtype == jnp.bfloat16 and on_cpu():
+    if len(flat) < _FEW and weight.dtype == jnp.bfloat16 and on_cpu():
       # Of one row XLA makes a float32 product there, and of the weight a copy;
       # two or three take longer than four.
-      flat = jnp.pad(flat, ((0, FEW - len(flat)), (0, 0)))
+      flat = jnp.pad(flat, ((0, _FEW - len(flat)), (0, 0)))
     found = jax.lax.dot_general(
       flat.astype(weight.dtype),
       weight,

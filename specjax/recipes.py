@@ -118,7 +118,11 @@ def optimization(
 def begin(
   model: Any, tx: optax.GradientTransformation, mesh: Mesh | None
 ) -> optimizing.TrainState:
-  """The state before the first step; no part of it is whole on one device."""
+  """The state before the first step, where it shall lie.
+
+  The model is there before the optimiser's state is made, which so is never
+  whole on one device.
+  """
   state = optimizing.init(sharding.spread(model, mesh), tx)
   return sharding.spread(state, mesh)  # scalars too
 

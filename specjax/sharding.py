@@ -180,14 +180,18 @@ def spread(tree: Tree, mesh: Mesh | None) -> Tree:
   return jax.tree.map(_put, tree, placed(tree, mesh))
 
 
-def beside(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+def on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager:
   """Within it models for a mesh are made in the memory of the host.
 
-  They would be whole on one device else, before `spread` takes them apart.
+  They would be whole on one device else, before `spread` takes them apart; and
+  are, where JAX was told of no CPUs (JAX_PLATFORMS=cuda, without cpu).
   """
   if mesh is None:
     return contextlib.nullcontext()
-  return jax.default_device(jax.local_devices(backend='cpu')[0])
+  try:
+    return jax.default_device(jax.local_devices(backend='cpu')[0])
+  except RuntimeError:  # there is no such backend
+    return contextlib.nullcontext()
 
 
 def by_rows(tree: Tree, mesh: Mesh | None) -> Tree:

@@ -96,7 +96,7 @@ def fit(
   ):
     done = processes.agreed(checkpoints.latest() or 0)
     best = _Best(checkpoints)
-    over = done >= steps or best.waited(done, every, patience)
+    over = processes.agreed(done >= steps or best.waited(done, every, patience))
     if done:
       wanted = {'model': state.model, 'opt': state.opt}
       if over and 'opt' not in checkpoints.items(done):
@@ -192,7 +192,7 @@ class _Best:
   """The best score so far; `Checkpoints.best` finds the same one on disk."""
 
   def __init__(self, checkpoints: Checkpoints):
-    self.step = checkpoints.best() or 0
+    self.step = processes.agreed(checkpoints.best() or 0)
     self._score = checkpoints.score(self.step) if self.step else None
 
   def see(self, step: int, score: float) -> None:

@@ -223,7 +223,7 @@ class Workspace:
   def new_target(self, seed: int) -> Transformer:
     """An untrained target."""
     sizes = TransformerConfig(**self.target_config)
-    with sharding.beside(self.mesh):
+    with sharding.on_host(self.mesh):
       return Transformer(sizes, nnx.Rngs(seed))
 
   @property
@@ -265,7 +265,7 @@ class Workspace:
           f'{wanted["path"]} has changed since it was looked at: try again'
         )
       tokenizer = self._require_adoptable(source)
-      with sharding.beside(self.mesh):
+      with sharding.on_host(self.mesh):
         target = source.load(wanted['dtype'], tokenizer.vocab_size)
       record = {
         'tokenizer': tokenizer.hash,
@@ -340,7 +340,7 @@ class Workspace:
       ValueError: it has nothing to train, or is not of the target's sizes.
     """
     config, sizes = self.draft_config, self.target_sizes
-    with sharding.beside(self.mesh):
+    with sharding.on_host(self.mesh):
       drafter = _build_drafter(config, sizes, nnx.Rngs(seed))
     if not jax.tree.leaves(drafter):
       raise ValueError(
@@ -420,7 +420,8 @@ class Workspace:
     """
     folder = self.folder / name
     if name == UNTRAINED and not folder.exists():
-      return dataclasses.replace(self.new_drafter(0), warp=warp)
+      drafter = sharding.spread(self.new_drafter(0), self.mesh)
+      return dataclasses.replace(drafter, warp=warp)
     if name == 'target':
       raise ValueError('target is what is drafted for: name a draft of the run')
     command = f'python train/distill.py --workdir {self.folder} --draft={name}'
@@ -463,7 +464,8 @@ class Workspace:
       context: tokens, of which likewise; None is those of `config.decode`.
 
     Raises:
-      ValueError: the drafter grows trees, whose length is fixed.
+      ValueError: the drafter grows trees, whose length is fixed; or it goes by
+        costs, which are not measured on a mesh.
     """
     c = self.config['decode']
     name = c['draft_length']
@@ -478,6 +480,11 @@ class Workspace:
       raise ValueError(
         'what a round of a mixture costs depends on the text, of which adaptive'
         ' lengths know nothing: take another --draft_length'
+      )
+    if name == 'adaptive' and self.mesh:
+      raise ValueError(
+        'adaptive lengths go by what rounds cost on one device: on a mesh take'
+        ' another --draft_length'
       )
     k = decode.shapes(target, drafter).tokens.shape[1]
     cost = None
@@ -553,7 +560,7 @@ class Workspace:
   def _pretrained_draft(self) -> Transformer:
     """The model at `draft.path`, whose ids must mean what the target's do."""
     source = _require_own(self.config['draft']['path'], self.tokenizer)
-    with sharding.beside(self.mesh):
+    with sharding.on_host(self.mesh):
       return source.load(vocab_size=self.tokenizer.vocab_size)
 
   def _require_target(self) -> str:

@@ -216,7 +216,7 @@ def materialized(text):
   fused = set(re.findall(r'calls=(%[\w.-]+)', text))
   kept, within = [], None
   for line in text.splitlines():
-    if line.startswith('%'):
+    if line.startswith(('%', 'ENTRY ')):
       within = line.split()[0]
     if within not in fused or line.lstrip().startswith('ROOT '):
       kept.append(line)
@@ -257,6 +257,16 @@ def test_a_weight_that_is_made_again_would_be_seen():
     mixed = jnp.tile(x, 11).astype(weight.dtype)
     return jnp.einsum('bti,oi->bto', mixed, weight).astype('float32')
 
+  # Of what stands behind a fusion's own instructions too.
+  text = """%f (p: f32[61,8]) -> f32[8] {
+  %made = f32[61,8]{1,0} convert(%p)
+  ROOT %r = f32[8]{0} reduce(%made)
+}
+ENTRY %main (p: f32[61,8]) -> f32[8] {
+  %m = f32[61,8]{1,0} copy(%p)
+  ROOT %r = f32[8]{0} fusion(%m), kind=kLoop, calls=%f
+}"""
+  assert weights_made(text, target) == {((61, 8), 'copy')}
   assert not found(lambda model, x, ids: x + model.embed(ids))
   assert found(looked_up) and found(multiplied)
 

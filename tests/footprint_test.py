@@ -49,6 +49,21 @@ def test_a_mesh_divides_what_is_planned():
     footprint.plan(target, drafter, 30, T, mesh)
 
 
+def test_what_fsdp_stores_in_parts_is_gathered():
+  target, drafter = models()
+  whole = footprint.plan(target, drafter, B, T)
+  part, both = (
+    footprint.plan(target, drafter, B, T, AbstractMesh(sizes, sharding.AXES))
+    for sizes in ((1, 4, 1), (1, 4, 2))
+  )
+  assert whole.gathered == 0 and 'gathered' not in str(whole)
+  leaves = jax.tree.leaves((target, drafter))
+  norms = sum(4 * np.size(x) for x in leaves if np.ndim(x) < 2)
+  assert part.gathered == whole.models - norms
+  assert part.models == norms + part.gathered // 4
+  assert both.gathered == part.gathered // 2
+
+
 def test_a_plan_is_what_the_compiler_says():
   target = toys.transformer()
   drafter = ModelDrafter(toys.transformer(1), 3)

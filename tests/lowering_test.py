@@ -151,6 +151,20 @@ def test_what_is_done_for_cpus_is_not_done_there(platform, monkeypatch):
 
 
 @PLATFORMS
+def test_nothing_is_kept_apart_there(platform, monkeypatch):
+  table, ids = jnp.ones((16, 8), 'bfloat16'), jnp.zeros(3, jnp.int32)
+  for function, *args in (
+    (products.rows, table, ids),
+    (lambda x: warps.TopP(0.9)(x), jnp.ones((1, 5000))),
+  ):
+    barrier = 'optimization_barrier'
+    with monkeypatch.context() as patch:
+      patch.setattr(products, 'on_cpu', lambda: True)
+      assert barrier in module(functools.partial(function), platform, *args)
+    assert barrier not in module(functools.partial(function), platform, *args)
+
+
+@PLATFORMS
 def test_bfloat16_stays_bfloat16(platform):
   target = toys.transformer(dtype='bfloat16')
   cache = target.init_cache(1, 16)

@@ -121,8 +121,12 @@ def trained(mesh):
   state, scalars = sharding.step(update, state)(state, target, batch, weights)
   if mesh:
     places = jax.tree.leaves(sharding.placed(state, mesh))
-    for leaf, place in zip(jax.tree.leaves(state), places, strict=True):
+    leaves = jax.tree.leaves(state)
+    for leaf, place in zip(leaves, places, strict=True):
       assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    matrices = sum(x.ndim == 2 for x in jax.tree.leaves(state.model))
+    divided = sum(x.sharding.shard_shape(x.shape) != x.shape for x in leaves)
+    assert divided >= 2 * matrices  # and their momentum
   yield 'logits', logits(target, batch)
   yield 'loss', scalars['loss']
   for i, leaf in enumerate(jax.tree.leaves(state)):

@@ -1,6 +1,7 @@
 """The same on one device, on several, and in several processes."""
 
 import random
+import re
 import signal
 import socket
 import time
@@ -222,6 +223,7 @@ TINY = (
   '--config.pretrain.eval_every=20',
 )
 FOUR = ('--config.mesh.data=2', '--config.mesh.tensor=2')
+STORED = ('--config.mesh.fsdp=2', '--config.mesh.tensor=2')
 
 
 def pretrain(folder, *more, devices=1):
@@ -247,7 +249,7 @@ def run_on(kind, folder):
   if kind == 'two processes':
     where = address()
     return [
-      pretrain(folder, *FOUR, f'--distributed={where},2,{i}', devices=2)
+      pretrain(folder, *STORED, f'--distributed={where},2,{i}', devices=2)
       for i in (0, 1)
     ]
   if kind == 'four devices':
@@ -262,6 +264,7 @@ def run_on(kind, folder):
     ('one device', 'four devices'),
     ('four devices', 'one device'),
     ('two processes', 'one device'),
+    ('two processes', 'two processes'),
     ('all of four', 'all of one'),
   ],
 )
@@ -329,6 +332,15 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
   code, text, error = scripts.run(*write, '--tokens=8')
   assert code == 0 and text, error
   two = scripts.start(*write, '--tokens=8', '--tensor=2', devices=2)
-  assert finish(two) == [text]
+  code, again, error = scripts.finish(two)
+  assert (code, again) == (0, text) and 'into a round go' in error, error
+  for given, devices, expected in (
+    (['--tensor=2'], 1, '--tensor is 2, of 1 devices'),
+    (['--config.mesh.data=2'], 2, '--config.mesh.data=2: a mesh is of train/'),
+    (['--tensor=2', '--draft_length=adaptive'], 2, 'costs? on one device'),
+  ):
+    refused = scripts.start(*write, *given, devices=devices)
+    code, _, error = scripts.finish(refused)
+    assert code == 2 and re.search(expected, error), error
   steps = [line['step'] for line in logs.read(folder / 'logs/pretrain.jsonl')]
   assert steps == sorted(set(steps)) and steps[-1] == 60

@@ -219,6 +219,14 @@ def test_it_stops_when_it_no_longer_gains(tmp_path, values, patience, stop):
   assert again.asked == []
 
 
+def test_what_a_device_holds_is_told_before_a_batch_is_made(tmp_path, capsys):
+  with pytest.raises(KeyboardInterrupt):
+    fit(tmp_path, Batches(die_at=0), beside=jnp.zeros(300))
+  said = capsys.readouterr().out
+  assert 'on one device 100 B parameters' in said and '1.2 kB target' in said
+  assert '216 B text' in said
+
+
 def test_tokens_per_second_are_told(tmp_path, capsys):
   fit(tmp_path / 'a', Batches())
   out = capsys.readouterr().out

@@ -146,6 +146,7 @@ def train(
       score=lambda values: values['block_efficiency'],
       show=('acceptance', 'block_efficiency'),
       like=like,
+      beside=target,
       operations=lambda state, like: flops.products(
         mapped(update), state, target, like, weights
       ),

@@ -290,7 +290,8 @@ class Eagle:
     """Keys and values of so many nodes, to be filled."""
     c = self.net.config
     shape = batch, c.kv_heads, count, c.head_size
-    return jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype)
+    # Distinct buffers, since a donated state may not alias.
+    return tuple(sharding.by_heads(jnp.zeros(shape, c.dtype)) for _ in range(2))
 
   def _proposed(self, memory, cache, nodes) -> EagleMemory:
     """The memory after a proposal, cut in front of the pending token.
