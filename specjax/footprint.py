@@ -32,7 +32,8 @@ class Plan(NamedTuple):
     caches: of the target, and what the drafter remembers.
     texts: tokens, counts and keys.
     target_laws: `[B, N + 1, V]` of a round.
-    draft_laws: `[B, N, V]`, 0 where drafts are point masses.
+    draft_laws: `[B, N, V]`, 0 where drafts are point masses. Rules that do not
+      read them, as 'sampler_match' and 'typical', have none made.
   """
 
   models: int

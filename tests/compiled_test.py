@@ -200,6 +200,17 @@ def test_a_sort_would_be_seen():
   assert 'sort' in {name for _, name in instructions(text)}
 
 
+@pytest.mark.parametrize(
+  ('rule', 'reads'), [('rejection', True), ('typical', False)]
+)
+def test_laws_of_drafts_are_made_for_rules_that_read_them(rule, reads):
+  target, draft = (toys.transformer(i, **SIZES) for i in range(2))
+  drafter = ModelDrafter(draft, 3)
+  text, _ = advance_program(target, drafter, 2, rule=verify.find(rule))
+  laws = [x for x, _ in instructions(text) if x == (2, 3, V)]
+  assert bool(laws) == reads
+
+
 def weights_made(text, model):
   """Instructions that write an array of a weight's shape, however it lies."""
   shapes = {leaf.shape for leaf in jax.tree.leaves(model) if leaf.ndim == 2}
