@@ -89,7 +89,8 @@ def generate(
   Raises:
     ValueError: for an empty prompt, an id outside the vocabulary, a negative
       limit, a text longer than the target was made for, limits or keys of
-      another number than the prompts, or prompts that the mesh cannot divide.
+      another number than the prompts, or prompts that the mesh cannot divide,
+      or models that do not lie there.
     FloatingPointError: if a law became NaN, naming the rows.
   """
   state = start(
@@ -154,6 +155,8 @@ def start(
   if rows.shape != length.shape:
     raise ValueError(f'{rows.shape[0]} keys for {len(length)} prompts')
   sharding.require_rows(mesh, len(length), 'the number of prompts')
+  sharding.require_placed(target, mesh, 'target')
+  sharding.require_placed(drafter, mesh, 'drafter')
   texts = tokens, length, length + new, length + least, rows
   return _prefill(
     target, drafter, *sharding.by_rows(texts, mesh), controller, mesh=mesh

@@ -194,6 +194,26 @@ def on_host(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def require_placed(tree: Any, mesh: Mesh | None, what: str) -> None:
+  """Refuses parameters that lie elsewhere.
+
+  Args:
+    tree: what `spread` was to be given.
+    mesh: where it shall lie; None is anywhere.
+    what: it is, for the message.
+
+  Raises:
+    ValueError: an array of it is bound to other devices.
+  """
+  for x in jax.tree.leaves(tree) if mesh else ():
+    bound = isinstance(x, jax.Array) and x.committed
+    if bound and x.sharding.device_set != set(mesh.devices.flat):
+      raise ValueError(
+        f'the {what} does not lie on the mesh: put it there with'
+        ' specjax.sharding.spread(model, mesh)'
+      )
+
+
 def by_rows(tree: Tree, mesh: Mesh | None) -> Tree:
   """Arrays `[B, ...]`, the same in every process, divided by rows."""
   if mesh is None:

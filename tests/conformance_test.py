@@ -347,6 +347,22 @@ import conformance_test as suite
 from specjax.drafters.none import NoDrafter
 plain = suite.written(NoDrafter())
 assert jax.device_count() == 4
+mesh = suite.sharding.make(data=4)
+for where in (mesh, None), (None, mesh):
+  target, draft = suite.TARGET, suite.EXAMPLES['model'][0]
+  one = jax.devices()[0]
+  pair = [
+    suite.sharding.spread(model, at) if at else jax.device_put(model, one)
+    for model, at in zip((target, draft), where)
+  ]
+  try:
+    suite.generation.start(
+      *pair, [[1]] * 4, key=jax.random.key(0), max_new_tokens=1, mesh=mesh
+    )
+  except ValueError as error:
+    assert 'does not lie on the mesh' in str(error), error
+  else:
+    raise AssertionError('models that lie elsewhere are taken')
 for name, own in suite.EXAMPLES.items():
   spread = suite.written(own[-1], data=4)
   np.testing.assert_array_equal(spread, plain, name)
