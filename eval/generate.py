@@ -134,16 +134,16 @@ def generate(workspace: Workspace, warp, write):
     controller=controller,
     mesh=workspace.mesh,
   )
+  if workspace.mesh:  # before the loop is compiled
+    size = state.tokens.shape[1]
+    plan = footprint.plan(target, drafter, 1, size, workspace.mesh, controller)
+    print(plan, file=sys.stderr)
   eos = generation.end_ids(target, tokenizer.end_ids)
   rule = verify.as_pytree(verify.find(c['verify']))
   arguments = target, drafter, rule, warp, eos
   advance = generation.advance.lower(
     *arguments, state, ROUNDS, controller, mesh=workspace.mesh
   ).compile()
-  if workspace.mesh:
-    size = state.tokens.shape[1]
-    plan = footprint.plan(target, drafter, 1, size, workspace.mesh, controller)
-    print(plan, file=sys.stderr)
   stream = tokenizer.stream()
   print(write(PROMPT.value, decode.PROMPT), end='', flush=True)
   result, seconds, shown = None, 0.0, len(prompt)

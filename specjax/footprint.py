@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, Mesh
 from specjax import decode, sharding
 from specjax.cache import Cache
 from specjax.draft_length import FIXED
-from specjax.sharding import AXES
 from specjax.types import Drafter, DraftLength, LanguageModel
 
 
@@ -111,7 +110,9 @@ def _gathered(models: Any, mesh: Mesh | None) -> int:
   """Bytes of what is gathered over `fsdp`, which `tensor` still divides."""
   if mesh is None:
     return 0
-  whole = AbstractMesh((mesh.shape['data'], 1, mesh.shape['tensor']), AXES)
+  whole = AbstractMesh(
+    (mesh.shape['data'], 1, mesh.shape['tensor']), sharding.AXES
+  )
   pairs = zip(
     jax.tree.leaves(models),
     jax.tree.leaves(sharding.described(models, whole)),

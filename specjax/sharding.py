@@ -321,9 +321,8 @@ def _put(x: Any, place: NamedSharding) -> Array:
   elif jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = _put(jax.random.key_data(x), place)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  elif not x.is_fully_addressable:
-    return jax.device_put(x, place)
-  if place.is_fully_addressable:
+  spread_already = isinstance(x, jax.Array) and not x.is_fully_addressable
+  if place.is_fully_addressable or spread_already:
     return jax.device_put(x, place)
   x = np.asarray(x)
   return jax.make_array_from_callback(x.shape, place, lambda index: x[index])

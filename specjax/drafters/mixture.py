@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -66,11 +67,11 @@ class Mixture:
         target, cache, memory.model, keys, tokens, length, limit
       )
       return draft, MixtureMemory(own, jnp.zeros_like(memory.copied))
-    # Without the limit, under which it would be surer: see its `least`.
-    found, _ = self.lookup.propose(target, cache, (), keys, tokens, length)
+    # Its `least` says what to trust, whoever chooses the length.
+    lookup = dataclasses.replace(self.lookup, sure=self.lookup.least)
+    found, _ = lookup.propose(target, cache, (), keys, tokens, length, limit)
+    copied = found.valid[:, 0]
     nodes = k if limit is None else limit.nodes
-    valid = found.valid & (jnp.arange(k) < nodes)
-    copied = valid[:, 0]
 
     def go_on(i, logits):
       more = ~copied
@@ -92,7 +93,7 @@ class Mixture:
     draft = Draft(
       jnp.where(copied[:, None], found.tokens, drawn.tokens),
       logits=jnp.where(copied[:, None, None], point, drawn.logits),
-      valid=jnp.where(copied[:, None], valid, drawn.valid),
+      valid=jnp.where(copied[:, None], found.valid, drawn.valid),
       siblings=drawn.siblings,
     )
     return draft, MixtureMemory(own, copied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,13 @@ class NGram:
 
   def propose(self, target, cache, memory, keys, tokens, length, limit=None):
     """Point masses, which leave no doubt; beyond the known text invalid."""
-    copied, valid, matched = jax.vmap(self._look_up)(tokens, length)
+    least = self.least
+    if limit is not None:
+      least = max(least, min(self.sure, self.n))
+    look_up = functools.partial(self._look_up, least=least)
+    copied, valid = jax.vmap(look_up)(tokens, length)
     if limit is not None:
       valid &= jnp.arange(self.k) < limit.nodes
-      valid &= (matched >= min(self.sure, self.n))[:, None]
     return Draft(copied, valid=valid, siblings='fixed'), memory
 
   def observe(self, target, memory, block, kept, output):
@@ -65,9 +69,9 @@ class NGram:
     return dataclasses.replace(self, k=k)
 
   def _look_up(
-    self, tokens: Array, length: Array
-  ) -> tuple[Array, Array, Array]:
-    """What is copied, what of it counts, and how long the match is."""
+    self, tokens: Array, length: Array, least: int
+  ) -> tuple[Array, Array]:
+    """What is copied, and what of it counts."""
     place = jnp.arange(tokens.shape[0])
     # A match ends before the suffix's own last token.
     matching = place < length - 1
@@ -80,9 +84,9 @@ class NGram:
       longest += matching
     best = jnp.argmax(longest * tokens.shape[0] + place * (longest > 0))
     follow = best + 1 + jnp.arange(self.k)
-    valid = (longest[best] >= self.least) & (follow < length)
+    valid = (longest[best] >= least) & (follow < length)
     follow = jnp.minimum(follow, tokens.shape[0] - 1)
-    return jnp.where(valid, tokens[follow], 0), valid, longest[best]
+    return jnp.where(valid, tokens[follow], 0), valid
 
 
 def build(config, target, rngs) -> NGram:
