@@ -262,6 +262,7 @@ def test_the_memory_that_is_foretold_is_what_training_holds(workspace):
   assert sum(held) + sum(gradients) == pytest.approx(foretold, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_students_differ_by_their_weight_and_their_seed(workspace):
   # What the test above could not see if all were trained alike.
   some = [Student(0.0, 0), Student(INF, 0), Student(0.0, 1)]
@@ -284,6 +285,7 @@ def test_students_differ_by_their_weight_and_their_seed(workspace):
     assert float(jnp.abs(a - b).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_each_is_measured_as_if_alone(workspace):
   drafters = students.untrained(workspace, [Student(0.0, s) for s in (0, 1)])
   target, c = workspace.target(), {'temperature': 0.7, 'k': 2}
@@ -301,6 +303,7 @@ def test_each_is_measured_as_if_alone(workspace):
       np.testing.assert_allclose(value, alone[name], rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_target_is_never_refused():
   target = toys.transformer(0)
   drafters = students.stack(

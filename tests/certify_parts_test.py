@@ -90,6 +90,7 @@ def test_evidence_is_what_a_slow_reference_finds():
       assert seen.twin[r // 2, t] == (x == twin[t])
 
 
+@pytest.mark.slow
 def test_rows_are_all_different_and_the_same_under_any_drafter():
   first, second = sample()
   rows = [*first.new_tokens(), *second.new_tokens()]
@@ -314,6 +315,7 @@ def test_equal_seeds_give_equal_text(rule, warp):
   assert certify.first_mismatches(Markov(TARGET), plain, other) == []
 
 
+@pytest.mark.slow
 def test_text_of_equal_seeds_is_plain_text_under_its_rule():
   subject = tiers.Subject(
     Markov(TARGET), DRAFTER, verify.block, WARP, DRAFTER, jax.random.key(3)

@@ -234,9 +234,16 @@ def materialized(text):
   return '\n'.join(kept)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('batch', [1, 3])
-def test_weights_are_read_as_they_lie(dtype, batch):
+@pytest.mark.parametrize(
+  ('batch', 'dtype'),
+  [
+    (1, 'bfloat16'),
+    pytest.param(1, 'float32', marks=pytest.mark.slow),
+    pytest.param(3, 'bfloat16', marks=pytest.mark.slow),
+    pytest.param(3, 'float32', marks=pytest.mark.slow),
+  ],
+)
+def test_weights_are_read_as_they_lie(batch, dtype):
   """One that is transposed or converted first is so in every call."""
   target = toys.transformer(dtype=dtype, **SIZES)
   draft = toys.transformer(1, dtype=dtype, **SIZES)

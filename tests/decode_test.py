@@ -445,6 +445,7 @@ def test_a_nan_within_a_prompt_ends_its_row_and_is_named():
   generation.generate(target, NGram(2), prompts[:1], **options)
 
 
+@pytest.mark.slow
 def test_wide_integers_change_nothing():
   """Under `jax_enable_x64` sums of booleans would be of 64 bits."""
   with jax.enable_x64(True):

@@ -75,7 +75,7 @@ def cost(result):
   ('name', 'drafter'),
   [
     ('fallback', 'model'),
-    ('adaptive', 'model'),
+    pytest.param('adaptive', 'model', marks=pytest.mark.slow),
     ('confidence', 'block'),
     pytest.param('adaptive', 'coupled', marks=pytest.mark.slow),
     pytest.param('fallback', 'ngram', marks=pytest.mark.slow),

@@ -186,6 +186,7 @@ def run(tmp_path_factory):
   return found
 
 
+@pytest.mark.slow
 def test_a_size_is_what_the_target_scores(run):
   target = run.target()
   for text in (

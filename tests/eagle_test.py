@@ -278,7 +278,14 @@ def paths(draft, row):
   return [p for p, ok in zip(found, draft.valid[row], strict=True) if ok]
 
 
-@pytest.mark.parametrize('k, nodes, beam', [(K, 6, 3), (2, 99, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+  'k, nodes, beam',
+  [
+    pytest.param(K, 6, 3, marks=pytest.mark.slow),
+    (2, 99, 2),
+    pytest.param(1, 2, 4, marks=pytest.mark.slow),
+  ],
+)
 def test_a_tree_is_where_the_draft_is_surest(k, nodes, beam):
   drafter = DRAFTER.at(k).tree(nodes, beam)
   draft = propose(drafter, start(drafter))
@@ -355,6 +362,7 @@ class Whole:
     return self.inner.unembed(target, features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('greedy', [False, True])
 def test_what_cannot_be_said_may_be_one_outcome_in_every_loss(greedy):
   tokens = jnp.asarray(np.asarray(PROMPTS[1])[None, :12])

@@ -64,6 +64,7 @@ def test_what_fsdp_stores_in_parts_is_gathered():
   assert both.gathered == part.gathered // 2
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_the_compiler_says():
   target = toys.transformer()
   drafter = ModelDrafter(toys.transformer(1), 3)

@@ -128,7 +128,7 @@ def proposal(drafter, prompts, limit=None):
 
 @pytest.mark.parametrize(
   'drafter',
-  [built('medusa', seed=1, layers=2), built('blockwise', seed=2), CHAIN],
+  sooner(built('medusa', seed=1, layers=2), built('blockwise', seed=2), CHAIN),
   ids=['medusa', 'blockwise', 'linear'],
 )
 def test_a_chain_is_drawn_from_the_laws_of_training(drafter):
@@ -155,6 +155,7 @@ def test_nothing_crosses_from_one_document_to_the_next():
   assert not scored[0, [0, 2, 5]].any() and scored[0, [1, 3, 4]].all()
 
 
+@pytest.mark.slow
 def test_the_first_token_of_a_draft_follows_the_pending_one():
   """Heads that know the target's law two tokens ahead are never wrong."""
   cycle = np.full((V, V), -9, np.float32)

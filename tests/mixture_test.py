@@ -181,6 +181,7 @@ class Unaware(Mixture):
     return Unaware(self.lookup.at(k), self.model.at(k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cls', [Mixture, Unaware])
 def test_the_model_s_memory_describes_what_was_committed(cls):
   """Through rounds of copying, of drawing, of neither and of rest."""

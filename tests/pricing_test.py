@@ -79,6 +79,7 @@ def meter(monkeypatch, drift=lambda: 1.0):
   return found, clock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('parts', [1, 3])
 def test_costs_are_what_the_clock_says(monkeypatch, parts):
   """On a machine that doubles its speed with every repeat."""

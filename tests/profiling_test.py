@@ -62,6 +62,7 @@ def test_what_is_dear_is_found_so():
   assert shares(rejection, NoDrafter())['drafting'] == 0
 
 
+@pytest.mark.slow
 def test_parts_and_floors_are_what_a_clock_says():
   target, draft = toys.transformer(), toys.transformer(1)
   rule = verify.as_pytree(verify.rejection)

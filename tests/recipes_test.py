@@ -56,6 +56,7 @@ def test_prompts_are_of_documents_to_train_on_and_none_that_is_held_out(
   assert not seen & (numbers['validation'] | numbers['test'])
 
 
+@pytest.mark.slow
 def test_how_a_draft_is_scored_does_not_change_its_text(tmp_path):
   run = workspace(tmp_path, data={'corpus': 0.0, 'target': 1.0, 'refresh': 2})
   target, drafter = run.new_target(0), run.new_drafter(1)

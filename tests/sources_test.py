@@ -348,6 +348,7 @@ def train(folder, die_at=None):
   return state.model
 
 
+@pytest.mark.slow
 def test_training_on_its_own_text_goes_on_to_the_same_bits(tmp_path):
   straight = train(tmp_path / 'a')
   for die_at in (1, 3, 4, 5, 7):

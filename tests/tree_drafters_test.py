@@ -37,11 +37,7 @@ RULES = {
   'committee': ('rejection', 'traversal', 'sampler_match'),
   'candidates': ('rejection', 'traversal', 'sampler_match'),
 }
-SOONER = [
-  ('distinct', 'traversal'),
-  ('committee', 'rejection'),
-  ('candidates', 'traversal'),
-]
+SOONER = [('distinct', 'traversal')]
 PAIRS = [
   pytest.param(
     name, rule, marks=[] if (name, rule) in SOONER else [pytest.mark.slow]
@@ -232,7 +228,14 @@ def test_more_siblings_accept_more(name):
   assert rate(TREES[name]) > rate(ModelDrafter(NEAR, 3)) + 0.02
 
 
-@trees
+@pytest.mark.parametrize(
+  'name',
+  [
+    'distinct',
+    pytest.param('iid', marks=pytest.mark.slow),
+    pytest.param('committee', marks=pytest.mark.slow),
+  ],
+)
 def test_memory_holds_what_was_committed(name):
   """The oracle's cache holds tokens, so every entry can be read."""
   step = toys.jit(decode.step, static_argnums=2)
@@ -295,6 +298,7 @@ def test_memory_of_a_transformer_is_that_of_a_fresh_one(replacement):
       )
 
 
+@pytest.mark.slow
 def test_siblings_beyond_the_support_are_invalid():
   """Three children of a law of two tokens; a -inf logit is no token."""
   logits = np.full((V, V), -np.inf, np.float32)
@@ -360,6 +364,7 @@ def test_a_committee_is_of_sampled_chains(member):
     )
 
 
+@pytest.mark.slow
 def test_more_children_than_tokens():
   """The law stays: those beyond the vocabulary are invalid."""
   rule = jax.tree_util.Partial(verify.rejection)
