@@ -98,10 +98,21 @@ def read(path: str | pathlib.Path) -> list[dict[str, float]]:
 
   Returns:
     One dictionary per line, with `step`, `time` and the scalars.
+
+  Raises:
+    ValueError: a whole line is not JSON.
   """
   path = pathlib.Path(path)
   lines = path.read_text().split('\n') if path.exists() else ['']
-  return [json.loads(line) for line in lines[:-1]]  # whole lines end in '\n'
+  found = []
+  for number, line in enumerate(lines[:-1], 1):  # whole lines end in '\n'
+    try:
+      found.append(json.loads(line))
+    except ValueError as error:
+      raise ValueError(
+        f'{path}, line {number}, is not JSON: remove the line, or the file'
+      ) from error
+  return found
 
 
 class Progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
@@ -32,6 +32,16 @@ from specjax.workspace import Workspace
 # What a draft was made from, beside its target. Validation too, or the scores
 # of its checkpoints could not be compared.
 DRAFT_SECTIONS = ('draft', 'distill', 'loss', 'data', 'validation')
+# Folders of a run that hold something else.
+NO_DRAFTS = (
+  'target',
+  'logs',
+  'rollouts',
+  'written',
+  'ablation',
+  'exported',
+  'peers',
+)
 
 
 def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
@@ -59,6 +69,20 @@ def loss(config: Mapping[str, Any]) -> Callable[..., tuple[Array, Array]]:
     horizon_decay=c['horizon_decay'],
     lookahead=c['lookahead'],
   )
+
+
+def refuse_draft_name(name: str) -> None:
+  """Refuses to keep a draft outside its run, or where something else is.
+
+  Raises:
+    ValueError: it is not the name of a folder that a draft may have.
+  """
+  parts = PurePosixPath(name).parts
+  if not parts or {'/', '..'} & {*parts} or parts[0] in NO_DRAFTS:
+    raise ValueError(
+      f'--draft={name}: a draft is kept in a folder of its run, as --draft=kl1'
+      f' or --draft=sizes/128x2, and not in {", ".join(NO_DRAFTS)}'
+    )
 
 
 def refuse_other_draft(

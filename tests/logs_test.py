@@ -60,6 +60,15 @@ def test_no_log_has_no_lines(tmp_path):
   assert logs.read(tmp_path / 'none.jsonl') == []
 
 
+def test_a_line_that_is_no_json_is_named(tmp_path):
+  path = tmp_path / 'log.jsonl'
+  path.write_text('{"step": 1}\ngarbage\n{"step": 3}\n')
+  with pytest.raises(
+    ValueError, match='log.jsonl, line 2, is not JSON: remove'
+  ):
+    logs.read(path)
+
+
 class Clock:
   """Time that passes only when told to."""
 

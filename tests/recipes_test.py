@@ -145,6 +145,21 @@ def test_a_draft_from_before_there_were_sources_is_one_of_corpus(tmp_path):
     recipes.refuse_other_draft(tmp_path, {**PAGE, 'data': mixed})
 
 
+@pytest.mark.parametrize(
+  'name', ['', '.', '/tmp/kl1', '../../kl1', 'sizes/../kl1', 'target', 'logs/a']
+)
+def test_a_draft_is_kept_in_its_run_where_nothing_else_is(name):
+  with pytest.raises(
+    ValueError, match='a draft is kept in a folder of its run'
+  ):
+    recipes.refuse_draft_name(name)
+
+
+@pytest.mark.parametrize('name', ['draft', 'kl1', 'sizes/128x2', '..kl1'])
+def test_a_draft_may_have_any_other_name(name):
+  recipes.refuse_draft_name(name)
+
+
 def test_a_draft_that_is_half_trained_is_told_once(tmp_path, capsys):
   run = workspace(tmp_path, distill={'steps': 4})
   meta = {'model': run.target_config, 'tokenizer': run.tokenizer.hash}

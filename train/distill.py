@@ -18,6 +18,7 @@ def main(config, folder):
   """Opens the run and distils its draft."""
   config = config.to_dict()
   distill.objective(config['loss']['kl_weight'])  # refused before any work
+  recipes.refuse_draft_name(DRAFT.value)
   recipes.refuse_other_draft(folder / DRAFT.value, config, flag='--draft')
   workspace = recipes.open_to_train(folder, config, 'pretrain', 'distill')
   pretrain(workspace)
