@@ -60,7 +60,9 @@ NODES = flags.DEFINE_integer(
 TENSOR = flags.DEFINE_integer(
   'tensor', 1, 'devices that every layer is divided over'
 )
-SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
+SEED = flags.DEFINE_integer(
+  'seed', 0, 'another one, another text', 0, 2**31 - 1
+)
 
 ROUNDS = 4  # between looks at the device: smooth to read, cheap to do
 STYLES = {

@@ -69,7 +69,9 @@ DRAFT_LENGTH = flags.DEFINE_enum(
   draft_length.CONTROLLERS,
   'how the draft length is chosen (default: config.decode)',
 )
-SEED = flags.DEFINE_integer('seed', 0, 'another one, another text')
+SEED = flags.DEFINE_integer(
+  'seed', 0, 'another one, another text', 0, 2**31 - 1
+)
 
 FEWEST = 1000  # tokens, so that 64 cells are filled at every lag
 PROMPTS, EACH = 8, 4  # a batch is 4 rows of each of 8 prompts

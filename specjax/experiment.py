@@ -28,6 +28,8 @@ Path = pathlib.Path
 
 _GO_ON = ': the same command goes on from the newest checkpoint'
 
+_together = False  # whether this is one of several processes
+
 # Types of error that specjax raises on purpose; see `deliberate`.
 _ERRORS = (
   ValueError,
@@ -109,7 +111,7 @@ def app(
           f'{spread[0]}: a mesh is of train/pretrain.py and train/distill.py'
         )
       config = override(load(source), overrides)
-      if distributed and flags.FLAGS.distributed:
+      if distributed and flags.FLAGS.distributed is not None:
         _join(flags.FLAGS.distributed)
       # A run may have been moved since its configuration was written.
       home = source.parent if isinstance(source, Path) else config.workdir
@@ -118,6 +120,8 @@ def app(
       print(f'\ninterrupted{_GO_ON if resumable else ""}', file=sys.stderr)
       sys.exit(130)
     except _ERRORS as error:
+      if _lost(error):
+        fail(f'another process has ended{_GO_ON if resumable else ""}')
       if not deliberate(error):
         raise
       fail(error)
@@ -130,8 +134,15 @@ def _join(where: str) -> None:
   from specjax import processes  # here, so that a mistyped command is quick
 
   processes.join(where)
+  global _together
+  _together = True
   if not processes.first():
     sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 - until the end
+
+
+def _lost(error: BaseException) -> bool:
+  """Whether another of several processes is gone."""
+  return _together and sys.modules['specjax.processes'].lost(error)
 
 
 def numbers(name: str, values: Sequence[str]) -> tuple[int, ...]:
@@ -155,6 +166,8 @@ def fail(message: object) -> NoReturn:
   """Ends the process as for a mistake of the user: one line, exit code 2."""
   text = ' '.join(str(message).split())
   print(f'specjax: error: {text}', file=sys.stderr)
+  if _together:
+    sys.modules['specjax.processes'].leave(2)
   sys.exit(2)
 
 

@@ -257,7 +257,10 @@ def _apart(state):
 
 
 def _per_row(name: str, value: int | Sequence[int], rows: int) -> np.ndarray:
-  array = np.asarray(value, np.int32)
+  array = np.asarray(value)
+  if (array >= 2**31).any():
+    raise ValueError(f'{name} is {array.max()}: less than 2147483648')
+  array = array.astype(np.int32)
   if array.shape not in ((), (rows,)):
     raise ValueError(
       f'{name} has shape {list(array.shape)}: give one number, or one for each'

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from specjax import files
+
+PATIENCE = 300  # seconds, as JAX has
 
 
 def join(where: str) -> None:
@@ -34,7 +39,7 @@ def join(where: str) -> None:
   Raises:
     ValueError: it is neither, or the processes do not find one another.
   """
-  found = re.fullmatch(r'([^,]+:\d+),(\d+),(\d+)', where)
+  found = re.fullmatch(r'([^,/]+:[1-9]\d{0,4}),(\d{1,6}),(\d{1,6})', where)
   if where != 'auto' and (not found or int(found[3]) >= int(found[2])):
     raise ValueError(
       f'--distributed is {where!r}: give auto, or the address of process 0, how'
@@ -42,6 +47,8 @@ def join(where: str) -> None:
       ' 10.0.0.1:1234,2,0'
     )
   given = (found[1], int(found[2]), int(found[3])) if found else ()
+  if given:
+    _look_for(*given)
   try:
     jax.distributed.initialize(*given)
   except Exception as error:  # whatever an environment by halves provokes
@@ -49,6 +56,60 @@ def join(where: str) -> None:
       f'--distributed={where}: this process does not find the others'
       f' ({error}); with HOST:PORT,COUNT,NUMBER nothing is left to be found out'
     ) from error
+
+
+def _look_for(address: str, count: int, number: int) -> None:
+  """Waits for process 0, or finds its port free: JAX would abort in minutes.
+
+  Raises:
+    ValueError: the address is none, is not answered, or is taken.
+  """
+  host, _, port = address.rpartition(':')
+  try:
+    if number == 0:
+      with socket.socket() as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind(('', int(port)))
+      print(
+        f'waiting for {count - 1} other processes at {address}, for five'
+        ' minutes at most',
+        file=sys.stderr,
+      )
+      return
+    socket.getaddrinfo(host, int(port))
+    end = time.monotonic() + PATIENCE
+    while True:
+      try:
+        socket.create_connection((host, int(port)), 5).close()
+        return
+      except OSError:
+        if time.monotonic() > end:
+          raise
+        time.sleep(0.5)
+  except (OSError, OverflowError) as error:
+    what = 'the port is not free' if number == 0 else 'process 0 is not there'
+    raise ValueError(f'{address}: {what} ({error})') from error
+
+
+def lost(error: BaseException) -> bool:
+  """Whether it says that another process is gone."""
+  return (
+    jax.process_count() > 1
+    and isinstance(error, jax.errors.JaxRuntimeError)
+    and any(x in str(error) for x in ('Gloo', 'UNAVAILABLE', 'Connection'))
+  )
+
+
+def leave(code: int) -> NoReturn:
+  """Ends one of several processes, though others may wait for it for good.
+
+  JAX waits for them, too: those that end likewise are given a few seconds.
+  """
+  ending = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+  ending.start()
+  ending.join(10)
+  sys.stderr.flush()
+  os._exit(code)
 
 
 def first() -> bool:

@@ -375,6 +375,8 @@ def _wanted(name: str, value: Any) -> str | None:
   """What a value should be, if it is not that."""
   if name in _LEAST and not value >= _LEAST[name]:
     return f'{_LEAST[name]} or more'
+  if name in _LEAST and value >= 2**31:
+    return 'less than 2147483648'
   if name in _POSITIVE and not 0 < value < math.inf:
     return 'positive'
   if name in _NOT_NEGATIVE and not 0 <= value < math.inf:

@@ -67,8 +67,8 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
   for name, size, least in zip(
     AXES, (data, fsdp, tensor), (0, 1, 1), strict=True
   ):
-    if size < least:
-      raise ValueError(f'mesh.{name} is {size}: at least {least}')
+    if not isinstance(size, int) or size < least:
+      raise ValueError(f'mesh.{name} is {size!r}: at least {least}, and whole')
   count, other = jax.device_count(), fsdp * tensor
   sizes = (data or count // other, fsdp, tensor)
   asked = ', '.join(f'{n} {s}' for n, s in zip(AXES, sizes, strict=True))

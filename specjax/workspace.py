@@ -179,7 +179,9 @@ class Workspace:
     record = self.folder / 'corpus.json'
     if not record.exists():
       runs.write_json(record, corpus.describe())
-    began = runs.read_json(record)['hash']
+    began = runs.read_json(record).get('hash')
+    if not began:
+      raise ValueError(f'{record} is damaged: it has no hash; delete it')
     if corpus.hash != began:
       raise ValueError(
         f'corpus {corpus.name!r} has changed since {self.folder} began (hash'

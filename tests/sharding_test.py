@@ -58,6 +58,8 @@ def test_meshes_that_make_no_sense_are_refused():
   for name, size in ('data', -1), ('fsdp', 0), ('tensor', 0):
     with pytest.raises(ValueError, match=f'mesh.{name} is {size}: at least'):
       sharding.make(**{'data': 0, name: size})
+  with pytest.raises(ValueError, match=r'mesh.data is 2.5: at least 0, and wh'):
+    sharding.make(data=2.5)
   sharding.require_rows(MESH, 8, 'batch')
   sharding.require_rows(None, 7, 'batch')
   with pytest.raises(ValueError, match=r'distill\.batch is 6, .* 4 parts'):
@@ -299,6 +301,53 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
   assert lines[: len(before)] == before  # it went on, and did not begin again
   steps = [line['step'] for line in lines]
   assert steps == sorted(set(steps)) and steps[-1] == 60
+
+
+@pytest.mark.parametrize(
+  ('where', 'said'),
+  [
+    ('', 'give auto, or the address'),
+    ('here:1234,2', 'give auto, or the address'),
+    ('here:1234,2,2', 'give auto, or the address'),
+    ('here:0,2,0', 'give auto, or the address'),
+    ('http://here:1234,2,1', 'give auto, or the address'),
+    ('here:99999,2,0', 'the port is not free'),
+    ('{taken},2,0', 'the port is not free'),
+    ('nowhere.invalid:1234,2,1', 'process 0 is not there'),
+    ('{free},2,1', 'process 0 is not there'),
+  ],
+)
+def test_an_address_that_cannot_be_is_refused_at_once(where, said, monkeypatch):
+  monkeypatch.setattr(processes, 'PATIENCE', 0)
+  with socket.socket() as other:
+    other.bind(('', 0))
+    other.listen()
+    taken = f'localhost:{other.getsockname()[1]}'
+    given = where.format(taken=taken, free=address())
+    with pytest.raises(ValueError, match=said):
+      processes.join(given)
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_other(tmp_path):
+  """Which would wait for it for good; neither ends with a traceback."""
+  where, more = address(), (*TINY, f'--workdir={tmp_path / "run"}', *FOUR)
+  started = [
+    scripts.start(
+      'train/distill.py',
+      *more,
+      '--config.distill.batch=4',
+      *own,
+      f'--distributed={where},2,{i}',
+      devices=2,
+    )
+    for i, own in enumerate(([], ['--draft=target']))
+  ]
+  first, second = (scripts.finish(process, 240) for process in started)
+  assert (first[0], second[0]) == (2, 2)
+  assert 'another process has ended: the same command goes on' in first[2]
+  assert '--draft=target: a draft is kept' in second[2]
+  assert 'Traceback' not in first[2] + second[2]
 
 
 @pytest.mark.slow
