@@ -330,6 +330,8 @@ def _damaged(path: Path, error: Exception) -> str:
   )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
+  while error.__cause__:  # what Orbax says last is only that something failed
+    error = error.__cause__
   lines = (str(error).strip() or type(error).__name__).splitlines()
   return lines[0][:120]

@@ -38,6 +38,7 @@ _ERRORS = (
   ImportError,
   RuntimeError,
   FloatingPointError,
+  MemoryError,
 )
 
 # A flag is listed by --help if the script that was started defined it.
@@ -122,6 +123,12 @@ def app(
     except _ERRORS as error:
       if _lost(error):
         fail(f'another process has ended{_GO_ON if resumable else ""}')
+      if exhausted(error):
+        reason = str(error).strip().splitlines()[0]
+        fail(
+          f'out of memory ({reason}): it takes smaller batches, shorter texts'
+          ' or drafts, or more devices'
+        )
       if not deliberate(error):
         raise
       fail(error)
@@ -184,6 +191,11 @@ def deliberate(error: BaseException) -> bool:
   )
 
 
+def exhausted(error: BaseException) -> bool:
+  """Whether an error says that memory is short, of the host or of a device."""
+  return isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)
+
+
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   """Parts a command line into ordinary arguments and `--config.key` ones."""
   rest, overrides = list(argv[:1]), []
@@ -219,7 +231,13 @@ def load(source: str | Path) -> config_dict.ConfigDict:
       f'no configuration {name}{_nearest(path.as_posix(), pages)}'
     )
   if path.suffix == '.json':
-    config = config_dict.ConfigDict(_tuples(runs.read_json(path)))
+    value = _tuples(runs.read_json(path))
+    if not isinstance(value, dict) or not value:
+      raise ValueError(
+        f'{source} holds no configuration: remove it and name a page with'
+        ' --config'
+      )
+    config = config_dict.ConfigDict(value)
   else:
     config = _page(path, variant)
   with config.unlocked():

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
@@ -62,9 +63,16 @@ class Logger:
 
   def close(self) -> None:
     """Closes the files."""
-    if self._lines is not None:
-      self._lines.close()
+    if self._lines is None:
+      return
+    self._lines.close()
+    self._lines = None
+    try:
       self._events.close()
+    except OSError:
+      # At exit tensorboardX would try again, and fail with a traceback.
+      self._events.file_writer.event_writer = types.SimpleNamespace(close=int)
+      raise
 
   def __enter__(self) -> Logger:
     """Opens nothing: the log is open."""

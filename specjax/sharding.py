@@ -90,7 +90,10 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
 
 def parts(mesh: Mesh | None) -> int:
   """Into how many parts the rows of a batch are divided."""
-  return mesh.shape['data'] * mesh.shape['fsdp'] if mesh else 1
+  if mesh is None:
+    return 1
+  _require_axes(mesh)
+  return mesh.shape['data'] * mesh.shape['fsdp']
 
 
 def whole_parts(count: int, mesh: Mesh | None) -> int:
@@ -145,7 +148,11 @@ def placed(tree: Any, mesh: Mesh) -> Any:
   Args:
     tree: arrays, or their shapes.
     mesh: where.
+
+  Raises:
+    ValueError: it is not as `make` makes them.
   """
+  _require_axes(mesh)
 
   def place(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator='.')
@@ -174,6 +181,9 @@ def spread(tree: Tree, mesh: Mesh | None) -> Tree:
   Args:
     tree: arrays that are the same in every process.
     mesh: where; None leaves them.
+
+  Raises:
+    ValueError: it is not as `make` makes them.
   """
   if mesh is None:
     return tree
@@ -307,6 +317,16 @@ def bytes_each(tree: Any) -> int:
     return math.prod(shape) * jnp.result_type(x).itemsize
 
   return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _require_axes(mesh: Any) -> None:
+  """Refuses what is no mesh, or has axes of other names or types."""
+  axes = getattr(mesh, 'axis_names', None), getattr(mesh, 'axis_types', None)
+  if axes != (AXES, (AxisType.Auto,) * len(AXES)):
+    raise ValueError(
+      f'the mesh is {mesh}: make it with specjax.sharding.make, which gives it'
+      f' the axes {", ".join(AXES)}, all of them Auto'
+    )
 
 
 def _parted() -> AbstractMesh | None:

@@ -215,6 +215,11 @@ def test_a_damaged_checkpoint_says_so(tmp_path):
   with pytest.raises(ValueError, match='1 is damaged') as raised:
     folder.restore(1, {'x': jnp.zeros(1000, int)})
   assert '\n' not in str(raised.value)
+  # Not that something failed, which Orbax says last, but what.
+  first = raised.value
+  while first.__cause__:
+    first = first.__cause__
+  assert str(first)[:20] in str(raised.value)
 
 
 def test_a_model_is_rebuilt_from_its_folder_alone(tmp_path):

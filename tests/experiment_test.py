@@ -174,6 +174,10 @@ def main(config, workdir):
     raise ValueError('widths differ:\\n 3 and 4')
   if _ACT.value == 'fault':
     int('x')
+  if _ACT.value in ('host', 'device'):
+    import jax.numpy as jnp
+    import numpy as np
+    (np if _ACT.value == 'host' else jnp).zeros((2**20, 2**21))
 if __name__ == '__main__':
   experiment.app(main, default={default!r}, resumable=True)
 """
@@ -282,6 +286,15 @@ def test_a_fault_keeps_its_traceback(script):
   assert 'Traceback' in error
 
 
+@pytest.mark.parametrize('memory', ['host', 'device'])
+def test_too_little_memory_is_said_in_a_line(script, memory):
+  code, _, error = script(f'--act={memory}')
+  assert code == 2
+  assert error.count('\n') == 1
+  assert error.startswith('specjax: error: out of memory (')
+  assert 'smaller batches' in error
+
+
 def test_an_interruption_says_how_to_go_on(script):
   code, _, error = script('--act=interrupt')
   assert code == 130
@@ -307,3 +320,10 @@ def test_the_configuration_of_a_run_is_found(script, tmp_path):
   assert script('--workdir=runs/old') == (0, 'k 2 in runs/old\n', '')
   _, _, error = script('--workdir=runs/none', default=None)
   assert 'no configuration runs/none/config.json' in error
+
+
+@pytest.mark.parametrize('value', [[], {}, 3])
+def test_a_run_whose_configuration_is_none_is_refused(tmp_path, value):
+  runs.write_json(tmp_path / 'config.json', value)
+  with pytest.raises(ValueError, match=r'config\.json holds no configuration'):
+    experiment.load(tmp_path / 'config.json')

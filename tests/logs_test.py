@@ -1,5 +1,6 @@
 """Progress and scalars."""
 
+import atexit
 import io
 import re
 import struct
@@ -170,3 +171,17 @@ def test_what_went_wrong_is_not_hidden_by_closing_the_log(
   with pytest.raises(OSError, match='No space'), logger:
     pass
   close()
+
+
+def test_a_full_disk_is_not_met_again_at_exit(tmp_path, monkeypatch):
+  exits = []
+  monkeypatch.setattr(atexit, 'register', exits.append)
+
+  def full():
+    raise OSError('No space left on device')
+
+  with pytest.raises(OSError, match='No space'), logs.Logger(tmp_path) as log:
+    events = log._events.file_writer.event_writer
+    monkeypatch.setattr(events, 'close', full)
+  (leave,) = exits
+  leave()

@@ -14,7 +14,7 @@ import pytest
 import scripts
 import toys
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from specjax import checkpoint, logs, processes, sharding
@@ -67,6 +67,22 @@ def test_meshes_that_make_no_sense_are_refused():
   for where in ('', 'host', 'host:1,2', 'host:1,2,2', 'host,2,1'):
     with pytest.raises(ValueError, match='give auto, or the address'):
       processes.join(where)
+
+
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    AbstractMesh((2, 2), ('data', 'model')),
+    AbstractMesh((2, 2, 2), sharding.AXES, axis_types=(AxisType.Explicit,) * 3),
+    [1, 2],
+  ],
+)
+def test_a_mesh_of_other_axes_is_refused(mesh):
+  model = toys.transformer(vocab_size=16)
+  with pytest.raises(ValueError, match='make it with specjax.sharding.make'):
+    sharding.spread(model, mesh)
+  with pytest.raises(ValueError, match='make it with specjax.sharding.make'):
+    sharding.require_rows(mesh, 8, 'batch')
 
 
 def test_bytes_are_those_of_the_fullest_device():
