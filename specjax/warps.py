@@ -46,7 +46,9 @@ class Temperature:
     """Refuses what is no temperature."""
     t = self.temperature
     if isinstance(t, int | float) and not 0 <= t < math.inf:
-      raise ValueError(f'temperature is {t}: it must be 0 (greedy) or positive')
+      raise ValueError(
+        f'temperature is {t}: it must be 0 (greedy) or positive and finite'
+      )
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
@@ -74,8 +76,9 @@ class TopK:
 
   def __post_init__(self):
     """Refuses to keep nothing."""
-    if isinstance(self.k, int | float) and not self.k >= 1:
-      raise ValueError(f'top-k keeps {self.k} tokens: at least 1')
+    k = self.k
+    if isinstance(k, float) or (isinstance(k, int) and k < 1):
+      raise ValueError(f'top-k keeps {k} tokens: a whole number, at least 1')
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""

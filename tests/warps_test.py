@@ -221,6 +221,7 @@ def test_a_checked_temperature_is_the_warp():
   [
     (TopK, 0),
     (TopK, -1),
+    (TopK, 2.5),
     (TopP, -1.0),
     (TopP, float('nan')),
     (MinP, 2.0),
