@@ -1,5 +1,6 @@
 """Whether ways to draft gain what they did: `eval/speedup.py --check=FILE`."""
 
+import math
 from pathlib import Path
 
 from specjax import printing, runs
@@ -7,6 +8,7 @@ from specjax.workspace import TARGET
 
 # What a row is a row of, and what a report is of, as far as its kind says it.
 KEYS = 'task', 'drafter', 'rule', 'k', 'batch', 'temperature'
+NAMES = 'task', 'drafter', 'rule'  # the rest of them are numbers
 ABOUT = 'device', 'draft', 'file', 'count'
 SECTIONS = *TARGET, 'draft', 'decode'
 FIGURES = 'speedup', 'speedup_min', 'speedup_max', 'tokens_per_round'
@@ -35,16 +37,60 @@ def read(path, output, rows):
     )
   try:
     report = runs.read_json(path)
-    if not report[rows]:
-      raise ValueError('it has no rows')
-    for row in report[rows]:
-      key(row), [float(row[name]) for name in FIGURES]
-    dict(report['config'])
-  except (ValueError, KeyError, TypeError) as error:
+    _require_rows(report[rows])
+    config = report['config']
+    if not isinstance(config, dict) or not all(
+      isinstance(config.get(name, {}), dict) for name in SECTIONS
+    ):
+      raise ValueError('its configuration is none')
+  except KeyError as error:
     raise ValueError(
-      f'{path} is no {output.name} of this command ({error!r})'
+      f'{path} is no {output.name} of this command: it has no {error}'
+    ) from error
+  except (ValueError, TypeError) as error:
+    raise ValueError(
+      f'{path} is no {output.name} of this command: {error}'
     ) from error
   return report
+
+
+def _require_rows(rows):
+  """Refuses what `compare` could not compare."""
+  if not rows:
+    raise ValueError('it has no rows')
+  for row in rows:
+    figures = [row[name] for name in FIGURES]
+    if not all(type(x) in (int, float) and 0 < x < math.inf for x in figures):
+      raise ValueError(f'a row has {", ".join(FIGURES)} of {figures}')
+    for part, value in key(row):
+      wanted = str if part in NAMES else (int, float)
+      if not isinstance(value, wanted) or isinstance(value, bool):
+        raise ValueError(f'a row has {part} {value!r}')
+  if len({key(row) for row in rows}) < len(rows):
+    raise ValueError('two of its rows are of the same')
+  if len({tuple(dict(key(row))) for row in rows}) > 1:
+    raise ValueError('its rows are not of one kind')
+
+
+def require_covered(before, wanted, path):
+  """Refuses rows that will not be measured again, before any is.
+
+  Args:
+    before: rows of the report that was kept.
+    wanted: by name of `KEYS` the values that will be measured.
+    path: of the report.
+
+  Raises:
+    ValueError: a row has another value.
+  """
+  for part, values in wanted.items():
+    found = dict.fromkeys(row[part] for row in before if part in row)
+    gone = [str(value) for value in found if value not in values]
+    if gone:
+      raise ValueError(
+        f'{path} has rows of {part} {", ".join(gone)}, which is not measured'
+        f' now: only {", ".join(map(str, values))}'
+      )
 
 
 def require_same(before, now, path):

@@ -89,7 +89,7 @@ def main(config, folder):
   warp = warps.temperature(config['decode']['temperature'])
   if not 1 <= TENSOR.value <= jax.device_count():
     raise ValueError(
-      f'--tensor is {TENSOR.value}, of {jax.device_count()} devices'
+      f'--tensor is {TENSOR.value}, and devices here: {jax.device_count()}'
     )
   mesh = sharding.make(tensor=TENSOR.value)
   workspace = Workspace.look_at(folder, config, k=K.value, mesh=mesh)
@@ -199,4 +199,4 @@ def plain(text: str, origin: int) -> str:
 
 
 if __name__ == '__main__':
-  experiment.app(main)
+  experiment.app(main, may_be_empty=('prompt',))

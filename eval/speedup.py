@@ -99,6 +99,13 @@ def main(config, folder):
     about = {'file': PROMPTS.value, 'count': COUNT.value}
     output, rows = folder / by_task.OUTPUT, by_task.ROWS
   before = baseline.read(CHECK.value, output, rows) if CHECK.value else None
+  if before:
+    measured = {'temperature': config['speedup']['temperatures']}
+    if PROMPTS.value:
+      measured['drafter'] = [way.name for way in ways]
+    else:
+      measured['batch'] = config['speedup']['batches']
+    baseline.require_covered(before[rows], measured, CHECK.value)
   contest.require(Workspace(folder, config), ways)
   if TARGET.value and Checkpoints(folder / 'target').latest() is None:
     Workspace.create(folder, config).adopt_target()

@@ -156,7 +156,7 @@ def parse(text: str, k: int) -> Way:
   numbers = [str(number) for number in numbers]
   most = {'candidates': 2}.get(kind, 1) if not sampled else len(numbers)
   if len(numbers) > most or not all(
-    n.isdecimal() and int(n) > 0 for n in numbers
+    n.isdecimal() and 0 < int(n) < 2**31 for n in numbers
   ):
     form = {'candidates': '8 or 8/4'}.get(kind, '3x2' if sampled else '4')
     raise ValueError(f'the arm {text!r} has no size: write it as {kind}@{form}')

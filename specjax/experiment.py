@@ -50,6 +50,7 @@ def app(
   default: str | None = None,
   resumable: bool = False,
   distributed: bool = False,
+  may_be_empty: Sequence[str] = (),
 ) -> NoReturn:
   """Runs a script.
 
@@ -66,6 +67,8 @@ def app(
     distributed: whether several devices may run it together, as `config.mesh`
       says, and several processes, with `--distributed`, of which only the first
       then prints.
+    may_be_empty: the script's own flags whose text may be; another that is, as
+      of a variable that is not set, is refused.
   """
   flags.DEFINE_string(
     'config',
@@ -96,6 +99,10 @@ def app(
       fail(error)
     except SystemExit:  # absl's --help ends with 1
       sys.exit(0)
+    for name in flags.FLAGS:
+      flag = flags.FLAGS[name]
+      if flag.present and flag.value == '' and name not in may_be_empty:
+        fail(f'--{name} is empty: give a value, or leave it out')
     if extra:
       hint = ' (a page is named with --config)' if '.py' in extra[0] else ''
       fail(f'unexpected argument {extra[0]!r}{hint}')

@@ -142,7 +142,8 @@ def listed(
   held = {name: size for name, size in parts.items() if size}
   each = ', '.join(f'{said(size)} {name}' for name, size in held.items())
   return (
-    f'on {where} {each}: into {what} go {said(into)} and out come {said(out)}'
+    f'on {where} {each}, together {said(sum(parts.values()))}: into {what} go'
+    f' {said(into)}, and it replaces {said(out)} of them'
   )
 
 

@@ -40,7 +40,12 @@ def join(where: str) -> None:
     ValueError: it is neither, or the processes do not find one another.
   """
   found = re.fullmatch(r'([^,/]+:[1-9]\d{0,4}),(\d{1,6}),(\d{1,6})', where)
-  if where != 'auto' and (not found or int(found[3]) >= int(found[2])):
+  if found and int(found[3]) >= int(found[2]):
+    raise ValueError(
+      f'--distributed is {where!r}: the number of a process is from 0 to'
+      f' {int(found[2]) - 1} where there are {found[2]}'
+    )
+  if where != 'auto' and not found:
     raise ValueError(
       f'--distributed is {where!r}: give auto, or the address of process 0, how'
       ' many there are and the number of this one from 0, as in'
@@ -71,7 +76,7 @@ def _look_for(address: str, count: int, number: int) -> None:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         own.bind(('', int(port)))
       print(
-        f'waiting for {count - 1} other processes at {address}, for five'
+        f'waiting at {address} for the others of {count} processes, for five'
         ' minutes at most',
         file=sys.stderr,
       )
@@ -186,7 +191,7 @@ class Preemption:
 
   def __init__(self, name: str):
     """Takes the name of what is saved then."""
-    self._name, self._asked = name, False
+    self._name, self._asked, self._step = name, False, None
     self._heeding, self._before = False, None
 
   def __enter__(self) -> Preemption:
@@ -204,15 +209,17 @@ class Preemption:
       signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
     if self._asked and kind is None:
       if first():
+        where = f' at step {self._step}' if self._step else ''
         print(
-          f'{self._name} is saved, and it ends as SIGTERM asks: the same'
+          f'{self._name} is saved{where}, and it ends as SIGTERM asks: the same'
           ' command goes on',
           file=sys.stderr,
         )
       raise SystemExit(128 + signal.SIGTERM)
 
-  def asked(self) -> bool:
+  def asked(self, step: int) -> bool:
     """Whether to end behind this step, as all processes are told."""
+    self._step = step
     if jax.process_count() > 1:
       self._asked |= multihost_utils.reached_preemption_sync_point(next(_CALLS))
     return self._asked

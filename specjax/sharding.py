@@ -73,9 +73,11 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
   sizes = (data or count // other, fsdp, tensor)
   asked = ', '.join(f'{n} {s}' for n, s in zip(AXES, sizes, strict=True))
   if not 0 < math.prod(sizes) <= count or (not data and count % other):
+    here = f'{count} device{"s" * (count > 1)}'
     raise ValueError(
-      f'a mesh of {asked} does not fit on {count} devices: set mesh.data,'
-      ' mesh.fsdp and mesh.tensor to what divides them'
+      f'a mesh of {asked} does not fit on {here}: set mesh.data, mesh.fsdp and'
+      ' mesh.tensor to numbers whose product does (of a CPU'
+      ' XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four)'
     )
   if jax.process_count() > 1 and math.prod(sizes) != count:
     raise ValueError(
@@ -130,16 +132,21 @@ def spec(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     shape: of the array.
     mesh: whose axes.
   """
+  axes = _rule(path, len(shape))
+  whole = [None] * (len(shape) - len(axes))
+  fits = [
+    axis if axis and size % mesh.shape[axis] == 0 else None
+    for axis, size in zip(axes, shape[len(whole) :], strict=True)
+  ]
+  return PartitionSpec(*whole, *fits) if axes else PartitionSpec()
+
+
+def _rule(path: str, ndim: int) -> tuple[str | None, ...]:
+  """What may divide the last axes of an array; nothing, of most."""
   for names, axes in RULES.items():
-    named = re.search(rf'(^|\.)({names})(\.\d+)?$', path)
-    if named and len(shape) >= len(axes):
-      sizes = shape[len(shape) - len(axes) :]
-      fits = [
-        axis if axis and size % mesh.shape[axis] == 0 else None
-        for axis, size in zip(axes, sizes, strict=True)
-      ]
-      return PartitionSpec(*[None] * (len(shape) - len(axes)), *fits)
-  return PartitionSpec()
+    if re.search(rf'(^|\.)({names})(\.\d+)?$', path) and ndim >= len(axes):
+      return axes
+  return ()
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
@@ -150,17 +157,29 @@ def placed(tree: Any, mesh: Mesh) -> Any:
     mesh: where.
 
   Raises:
-    ValueError: it is not as `make` makes them.
+    ValueError: it is not as `make` makes them, or one of its axes divides
+      nothing of what it might.
   """
   _require_axes(mesh)
+  might, does = set(), set()
 
   def place(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator='.')
     # An NNX variable shows its only field in the path.
     name = name.removesuffix('.value')
-    return NamedSharding(mesh, spec(name, np.shape(leaf), mesh))
+    divided = spec(name, np.shape(leaf), mesh)
+    might.update(_rule(name, np.ndim(leaf)))
+    does.update(divided)
+    return NamedSharding(mesh, divided)
 
-  return jax.tree_util.tree_map_with_path(place, tree)
+  places = jax.tree_util.tree_map_with_path(place, tree)
+  for axis in AXES[1:]:
+    if mesh.shape[axis] > 1 and axis in might - does:
+      raise ValueError(
+        f'mesh.{axis} is {mesh.shape[axis]} and divides no parameter: take a'
+        ' number that divides their sizes, or leave it 1'
+      )
+  return places
 
 
 def described(tree: Tree, mesh: Mesh | None) -> Tree:
@@ -183,7 +202,7 @@ def spread(tree: Tree, mesh: Mesh | None) -> Tree:
     mesh: where; None leaves them.
 
   Raises:
-    ValueError: it is not as `make` makes them.
+    ValueError: see `placed`.
   """
   if mesh is None:
     return tree

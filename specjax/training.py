@@ -119,7 +119,7 @@ def fit(
         state, scalars = step(state, batches(i, state.model))
         recent.append(scalars)
         due = (i + 1) % every == 0 or i + 1 == steps
-        ending = preemption.asked()
+        ending = preemption.asked(i + 1)
         if not due and not ending and len(recent) < LOG_EVERY:
           continue
         recent = jax.device_get(recent)
@@ -141,6 +141,7 @@ def fit(
         if due:
           best.see(i + 1, score(values))
         if ending:
+          progress.advance()
           return state  # the process ends when the step is on the disk
         speed.resume()
         if i + 1 < steps and best.waited(i + 1, every, patience):

@@ -9,12 +9,28 @@ Nothing here sorts the vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import products
 from specjax.types import Array, Warp, pytree
+
+LEAST, MOST = 1e-30, 1e30  # of temperatures
+
+
+def _number(value: Any) -> int | float | None:
+  """What is to be checked: none of a trace, nor what stands for leaves."""
+  if isinstance(value, str | None):
+    raise ValueError(f'{value!r} is no number of a warp')
+  kinds = int | float | np.number | np.ndarray | jax.Array
+  if isinstance(value, jax.core.Tracer) or not isinstance(value, kinds):
+    return None
+  if np.ndim(value) or not getattr(value, 'is_fully_addressable', True):
+    return None
+  return value if isinstance(value, int | float) else value.item()
 
 
 @pytree
@@ -37,17 +53,18 @@ class Temperature:
   """Divides logits by a scalar `temperature`; at 0 it is `Greedy`.
 
   Zero is not a small number: ties would then be drawn at random. It is the
-  other branch, in the same compiled program.
+  other branch, in the same compiled program. Else it is `LEAST` at least and
+  `MOST` at most, since float32 divides no logits by less or more.
   """
 
   temperature: float | Array = 1.0
 
   def __post_init__(self):
     """Refuses what is no temperature."""
-    t = self.temperature
-    if isinstance(t, int | float) and not 0 <= t < math.inf:
+    t = _number(self.temperature)
+    if t is not None and t != 0 and not LEAST <= t <= MOST:
       raise ValueError(
-        f'temperature is {t}: it must be 0 (greedy) or positive and finite'
+        f'temperature is {t}: it must be 0 (greedy), or {LEAST:g} to {MOST:g}'
       )
 
   def __call__(self, logits: Array) -> Array:
@@ -76,8 +93,8 @@ class TopK:
 
   def __post_init__(self):
     """Refuses to keep nothing."""
-    k = self.k
-    if isinstance(k, float) or (isinstance(k, int) and k < 1):
+    k = _number(self.k)
+    if k is not None and not (isinstance(k, int) and 1 <= k < 2**31):
       raise ValueError(f'top-k keeps {k} tokens: a whole number, at least 1')
 
   def __call__(self, logits: Array) -> Array:
@@ -113,8 +130,9 @@ class TopP:
 
   def __post_init__(self):
     """Refuses what is no mass."""
-    if isinstance(self.p, int | float) and not self.p >= 0:
-      raise ValueError(f'top-p keeps a mass of {self.p}: 0 to 1')
+    p = _number(self.p)
+    if p is not None and not p >= 0:
+      raise ValueError(f'top-p keeps a mass of {p}: at least 0; from 1 on, all')
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
@@ -143,8 +161,9 @@ class MinP:
 
   def __post_init__(self):
     """Refuses to keep nothing."""
-    if isinstance(self.p, int | float) and not 0 <= self.p <= 1:
-      raise ValueError(f'min-p is {self.p}: 0 to 1')
+    p = _number(self.p)
+    if p is not None and not 0 <= p <= 1:
+      raise ValueError(f'min-p is {p}: 0 to 1')
 
   def __call__(self, logits: Array) -> Array:
     """Maps `[..., V]` to `[..., V]`."""
@@ -172,7 +191,7 @@ def temperature(value: float) -> Warp:
   """`Temperature(value)`, checked; 0 is greedy.
 
   Raises:
-    ValueError: if `value` is negative, infinite or NaN.
+    ValueError: if `value` is none of a `Temperature`.
   """
   return Temperature(float(value))
 

@@ -58,12 +58,38 @@ def test_a_report_to_check_against_is_a_report(tmp_path):
     runs.write_json(kept, wrong)
     with pytest.raises(ValueError, match='kept.json is no speedup.json'):
       read()
+  damages = [
+    {'speedup': float('nan')},
+    {'speedup_min': -1.0},
+    {'speedup': True},
+    {'tokens_per_round': '2'},
+    {'speedup': 0},
+    {'drafter': ['x']},
+    {'temperature': '1'},
+    {'k': None},
+  ]
+  some = [[{**row(2.0), **damage}] for damage in damages]
+  less = {name: value for name, value in row(2.0).items() if name != 'k'}
+  for wrong in (*some, [row(2.0)] * 2, [row(2.0), less], [3]):
+    runs.write_json(kept, {'sweep': wrong, 'config': {}})
+    with pytest.raises(ValueError, match='kept.json is no speedup.json'):
+      read()
+  for config in ([], {'target': 5}):
+    runs.write_json(kept, {'sweep': [row(2.0)], 'config': config})
+    with pytest.raises(ValueError, match='its configuration is none'):
+      read()
   report = {'sweep': [row(2.0)], 'config': {}}
   runs.write_json(kept, report)
   assert read() == report
   kept.rename(output)
   with pytest.raises(ValueError, match='speedup.json is what this command'):
     baseline.read(output, output, 'sweep')
+
+
+def test_what_is_not_measured_now_is_said_before_it_is():
+  baseline.require_covered([row(2.0)], {'batch': (1, 4)}, 'kept.json')
+  with pytest.raises(ValueError, match=r'kept.json has rows of batch 1, which'):
+    baseline.require_covered([row(2.0)], {'batch': (4,)}, 'kept.json')
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,8 @@ def test_a_script_runs(script, page):
     (['--config=page.py:tinny'], ['page.py:tinny', "'tiny'"]),
     (['--config=nowhere.py'], ['no configuration nowhere.py']),
     (['page.py'], ["unexpected argument 'page.py'", '--config']),
+    (['--act='], ['--act is empty']),
+    (['--config='], ['--config is empty']),
     (['--act=refuse'], ['widths differ: 3 and 4']),
   ],
 )

@@ -53,7 +53,7 @@ def test_every_matrix_has_a_rule(name):
 def test_meshes_that_make_no_sense_are_refused():
   assert sharding.make() is None and sharding.make(data=0) is None
   for sizes in (dict(data=2), dict(data=0, fsdp=3)):
-    with pytest.raises(ValueError, match='does not fit on 1 devices'):
+    with pytest.raises(ValueError, match='does not fit on 1 device:'):
       sharding.make(**sizes)
   for name, size in ('data', -1), ('fsdp', 0), ('tensor', 0):
     with pytest.raises(ValueError, match=f'mesh.{name} is {size}: at least'):
@@ -64,7 +64,9 @@ def test_meshes_that_make_no_sense_are_refused():
   sharding.require_rows(None, 7, 'batch')
   with pytest.raises(ValueError, match=r'distill\.batch is 6, .* 4 parts'):
     sharding.require_rows(MESH, 6, 'distill.batch')
-  for where in ('', 'host', 'host:1,2', 'host:1,2,2', 'host,2,1'):
+  with pytest.raises(ValueError, match=r'is from 0 to 1 where there are 2'):
+    processes.join('host:1,2,2')
+  for where in ('', 'host', 'host:1,2', 'host,2,1'):
     with pytest.raises(ValueError, match='give auto, or the address'):
       processes.join(where)
 
@@ -83,6 +85,16 @@ def test_a_mesh_of_other_axes_is_refused(mesh):
     sharding.spread(model, mesh)
   with pytest.raises(ValueError, match='make it with specjax.sharding.make'):
     sharding.require_rows(mesh, 8, 'batch')
+
+
+def test_an_axis_that_divides_nothing_is_refused():
+  model = toys.transformer(vocab_size=16)
+  with pytest.raises(ValueError, match='mesh.tensor is 7 and divides no param'):
+    sharding.placed(model, AbstractMesh((1, 1, 7), sharding.AXES))
+  with pytest.raises(ValueError, match='mesh.fsdp is 7 and divides no param'):
+    sharding.placed(model, AbstractMesh((1, 7, 2), sharding.AXES))
+  norms = {'norm': np.zeros(5)}  # which no axis may divide
+  sharding.placed(norms, AbstractMesh((1, 1, 7), sharding.AXES))
 
 
 def test_bytes_are_those_of_the_fullest_device():
@@ -306,7 +318,7 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
   assert 0 < reached < 60
   before = logs.read(log)
   assert before[-1]['step'] == reached
-  said = 'pretrain is saved, and it ends as SIGTERM asks'
+  said = f'pretrain is saved at step {reached}, and it ends as SIGTERM asks'
   assert [said in error for error in errors] == [True, False][: len(errors)]
 
   finish(*run_on(end, broken))
@@ -324,7 +336,7 @@ def test_a_preempted_run_goes_on_elsewhere(tmp_path, begin, end):
   [
     ('', 'give auto, or the address'),
     ('here:1234,2', 'give auto, or the address'),
-    ('here:1234,2,2', 'give auto, or the address'),
+    ('here:1234,2,2', 'from 0 to 1 where there are 2'),
     ('here:0,2,0', 'give auto, or the address'),
     ('http://here:1234,2,1', 'give auto, or the address'),
     ('here:99999,2,0', 'the port is not free'),
@@ -400,7 +412,7 @@ def test_two_processes_train_a_target_and_a_draft(tmp_path):
   code, again, error = scripts.finish(two)
   assert (code, again) == (0, text) and 'into a round go' in error, error
   for given, devices, expected in (
-    (['--tensor=2'], 1, '--tensor is 2, of 1 devices'),
+    (['--tensor=2'], 1, '--tensor is 2, and devices here: 1'),
     (['--config.mesh.data=2'], 2, '--config.mesh.data=2: a mesh is of train/'),
     (['--tensor=2', '--draft_length=adaptive'], 2, 'costs? on one device'),
   ):

@@ -106,7 +106,10 @@ def test_sigterm_saves_the_step_that_it_is_at(tmp_path, capsys, at):
   with pytest.raises(SystemExit) as ended:
     fit(tmp_path / 'b', terminated)
   assert ended.value.code == 143
-  assert 'test is saved, and it ends as SIGTERM asks' in capsys.readouterr().err
+  said = capsys.readouterr().err
+  assert f'test is saved at step {at + 1}, and it ends' in said
+  # The progress that is shown last is of that step, too.
+  assert f'{at + 1}/6' in said
   assert signal.getsignal(signal.SIGTERM) is before
   assert terminated.asked == [*range(at + 1)]
   assert Checkpoints(tmp_path / 'b' / 'model').latest() == at + 1

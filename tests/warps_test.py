@@ -1,6 +1,7 @@
 """Warps against NumPy that sorts."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -229,8 +230,26 @@ def test_a_checked_temperature_is_the_warp():
     (Temperature, -1.0),
     (Temperature, float('inf')),
     (Temperature, float('nan')),
+    (Temperature, 1e-38),  # the reciprocal that XLA multiplies by is infinite
+    (Temperature, 1e38),  # and of this 0, which makes NaN of -inf
+    (Temperature, '1'),
+    (TopK, 2**40),
+    (TopP, None),
+    # As numbers of NumPy and of JAX.
+    (Temperature, np.float32(-1)),
+    (TopK, np.int32(0)),
+    (TopP, jnp.float32('nan')),
+    (MinP, jnp.float32(2)),
   ],
 )
 def test_numbers_that_are_none_are_refused(warp, value):
-  with pytest.raises(ValueError, match=str(value)):
+  with pytest.raises(ValueError, match=re.escape(str(value))):
     warp(value)
+
+
+@pytest.mark.parametrize('value', [warps.LEAST, warps.MOST])
+def test_temperatures_far_off_divide(value):
+  logits = jnp.array([1.0, -2.0, 50.0, 50.0, -jnp.inf])
+  law = np.asarray(jax.nn.softmax(Temperature(value)(logits)))
+  even = [0, 0, 0.5, 0.5, 0] if value < 1 else [0.25, 0.25, 0.25, 0.25, 0]
+  np.testing.assert_allclose(law, even, atol=1e-6)
