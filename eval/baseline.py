@@ -37,6 +37,8 @@ def read(path, output, rows):
     )
   try:
     report = runs.read_json(path)
+    if not isinstance(report, dict):
+      raise ValueError('it is no table of names')
     _require_rows(report[rows])
     config = report['config']
     if not isinstance(config, dict) or not all(
@@ -47,7 +49,7 @@ def read(path, output, rows):
     raise ValueError(
       f'{path} is no {output.name} of this command: it has no {error}'
     ) from error
-  except (ValueError, TypeError) as error:
+  except ValueError as error:
     raise ValueError(
       f'{path} is no {output.name} of this command: {error}'
     ) from error
@@ -56,9 +58,11 @@ def read(path, output, rows):
 
 def _require_rows(rows):
   """Refuses what `compare` could not compare."""
-  if not rows:
+  if not isinstance(rows, list) or not rows:
     raise ValueError('it has no rows')
   for row in rows:
+    if not isinstance(row, dict) or not {*FIGURES} <= {*row}:
+      raise ValueError(f'a row lacks one of {", ".join(FIGURES)}')
     figures = [row[name] for name in FIGURES]
     if not all(type(x) in (int, float) and 0 < x < math.inf for x in figures):
       raise ValueError(f'a row has {", ".join(FIGURES)} of {figures}')
@@ -66,8 +70,11 @@ def _require_rows(rows):
       wanted = str if part in NAMES else (int, float)
       if not isinstance(value, wanted) or isinstance(value, bool):
         raise ValueError(f'a row has {part} {value!r}')
-  if len({key(row) for row in rows}) < len(rows):
-    raise ValueError('two of its rows are of the same')
+  seen = set()
+  for row in rows:
+    if key(row) in seen:
+      raise ValueError(f'two of its rows are of {name(row)}')
+    seen.add(key(row))
   if len({tuple(dict(key(row))) for row in rows}) > 1:
     raise ValueError('its rows are not of one kind')
 

@@ -104,7 +104,11 @@ def main(config, folder):
     if PROMPTS.value:
       measured['drafter'] = [way.name for way in ways]
     else:
-      measured['batch'] = config['speedup']['batches']
+      c = config['speedup']
+      measured['batch'] = c['batches']
+      measured['drafter'] = ['model', 'ngram', *c['controllers']]
+      longest = min(c['controlled_k'], max(c['ks']))
+      measured['k'] = {*c['ks'], config['decode']['k'], longest}
     baseline.require_covered(before[rows], measured, CHECK.value)
   contest.require(Workspace(folder, config), ways)
   if TARGET.value and Checkpoints(folder / 'target').latest() is None:

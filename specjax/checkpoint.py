@@ -333,5 +333,7 @@ def _damaged(path: Path, error: Exception) -> str:
 def _reason(error: BaseException) -> str:
   while error.__cause__:  # what Orbax says last is only that something failed
     error = error.__cause__
+  if isinstance(error, LookupError):  # only what was looked for
+    return f'{type(error).__name__}: {error}'[:120]
   lines = (str(error).strip() or type(error).__name__).splitlines()
   return lines[0][:120]

@@ -159,7 +159,9 @@ def parse(text: str, k: int) -> Way:
     n.isdecimal() and 0 < int(n) < 2**31 for n in numbers
   ):
     form = {'candidates': '8 or 8/4'}.get(kind, '3x2' if sampled else '4')
-    raise ValueError(f'the arm {text!r} has no size: write it as {kind}@{form}')
+    raise ValueError(
+      f'the arm {text!r} has no size that can be: write it as {kind}@{form}'
+    )
   sizes = tuple(map(int, numbers))
   draft = draft.replace('+', ',')
   if sampled:

@@ -130,15 +130,15 @@ def app(
     except _ERRORS as error:
       if _lost(error):
         fail(f'another process has ended{_GO_ON if resumable else ""}')
-      if exhausted(error):
-        reason = str(error).strip().splitlines()[0]
-        fail(
-          f'out of memory ({reason}): it takes smaller batches, shorter texts'
-          ' or drafts, or more devices'
-        )
-      if not deliberate(error):
+      if deliberate(error):
+        fail(error)
+      if not exhausted(error):
         raise
-      fail(error)
+      reason = (str(error).strip() or 'of this process').splitlines()[0]
+      fail(
+        f'out of memory ({reason}): it takes smaller batches, shorter texts or'
+        ' drafts, or more devices'
+      )
 
   absl_app.run(run, argv=rest, flags_parser=parse)
 
@@ -200,7 +200,10 @@ def deliberate(error: BaseException) -> bool:
 
 def exhausted(error: BaseException) -> bool:
   """Whether an error says that memory is short, of the host or of a device."""
-  return isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)
+  of_device = type(error).__name__ == 'JaxRuntimeError'  # jax is not imported
+  return isinstance(error, MemoryError) or (
+    of_device and 'RESOURCE_EXHAUSTED' in str(error)
+  )
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -241,8 +244,7 @@ def load(source: str | Path) -> config_dict.ConfigDict:
     value = _tuples(runs.read_json(path))
     if not isinstance(value, dict) or not value:
       raise ValueError(
-        f'{source} holds no configuration: remove it and name a page with'
-        ' --config'
+        f'{source} holds no configuration: name a page with --config'
       )
     config = config_dict.ConfigDict(value)
   else:

@@ -141,9 +141,11 @@ def listed(
   """Bytes of parts by name, and of what goes into a program and comes out."""
   held = {name: size for name, size in parts.items() if size}
   each = ', '.join(f'{said(size)} {name}' for name, size in held.items())
+  total = sum(parts.values())
+  together = f', together {said(total)}' if total != into else ''
   return (
-    f'on {where} {each}, together {said(sum(parts.values()))}: into {what} go'
-    f' {said(into)}, and it replaces {said(out)} of them'
+    f'on {where} {each}{together}: into {what} go {said(into)}, of which'
+    f' {said(out)} are replaced'
   )
 
 

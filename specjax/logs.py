@@ -63,16 +63,18 @@ class Logger:
 
   def close(self) -> None:
     """Closes the files."""
-    if self._lines is None:
+    if self._lines is None or self._lines.closed:
       return
-    self._lines.close()
-    self._lines = None
     try:
-      self._events.close()
-    except OSError:
-      # At exit tensorboardX would try again, and fail with a traceback.
-      self._events.file_writer.event_writer = types.SimpleNamespace(close=int)
-      raise
+      self._lines.close()
+    finally:
+      writer = self._events.file_writer
+      try:
+        self._events.close()
+      except OSError:
+        # At exit tensorboardX would try again, and fail with a traceback.
+        writer.event_writer = types.SimpleNamespace(close=int)
+        raise
 
   def __enter__(self) -> Logger:
     """Opens nothing: the log is open."""

@@ -75,9 +75,10 @@ def make(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh | None:
   if not 0 < math.prod(sizes) <= count or (not data and count % other):
     here = f'{count} device{"s" * (count > 1)}'
     raise ValueError(
-      f'a mesh of {asked} does not fit on {here}: set mesh.data, mesh.fsdp and'
-      ' mesh.tensor to numbers whose product does (of a CPU'
-      ' XLA_FLAGS=--xla_force_host_platform_device_count=4 makes four)'
+      f'a mesh of {asked} does not fit on {here}: the product of mesh.data,'
+      f' mesh.fsdp and mesh.tensor is {count} at most, and where mesh.data is 0'
+      f' that of the others divides {count}; to try meshes on a CPU,'
+      ' XLA_FLAGS=--xla_force_host_platform_device_count=4 makes it four'
     )
   if jax.process_count() > 1 and math.prod(sizes) != count:
     raise ValueError(
@@ -132,21 +133,16 @@ def spec(path: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     shape: of the array.
     mesh: whose axes.
   """
-  axes = _rule(path, len(shape))
-  whole = [None] * (len(shape) - len(axes))
-  fits = [
-    axis if axis and size % mesh.shape[axis] == 0 else None
-    for axis, size in zip(axes, shape[len(whole) :], strict=True)
-  ]
-  return PartitionSpec(*whole, *fits) if axes else PartitionSpec()
-
-
-def _rule(path: str, ndim: int) -> tuple[str | None, ...]:
-  """What may divide the last axes of an array; nothing, of most."""
   for names, axes in RULES.items():
-    if re.search(rf'(^|\.)({names})(\.\d+)?$', path) and ndim >= len(axes):
-      return axes
-  return ()
+    named = re.search(rf'(^|\.)({names})(\.\d+)?$', path)
+    if named and len(shape) >= len(axes):
+      sizes = shape[len(shape) - len(axes) :]
+      fits = [
+        axis if axis and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(axes, sizes, strict=True)
+      ]
+      return PartitionSpec(*[None] * (len(shape) - len(axes)), *fits)
+  return PartitionSpec()
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
@@ -157,29 +153,39 @@ def placed(tree: Any, mesh: Mesh) -> Any:
     mesh: where.
 
   Raises:
-    ValueError: it is not as `make` makes them, or one of its axes divides
-      nothing of what it might.
+    ValueError: it is not as `make` makes them.
   """
   _require_axes(mesh)
-  might, does = set(), set()
 
   def place(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator='.')
     # An NNX variable shows its only field in the path.
     name = name.removesuffix('.value')
-    divided = spec(name, np.shape(leaf), mesh)
-    might.update(_rule(name, np.ndim(leaf)))
-    does.update(divided)
-    return NamedSharding(mesh, divided)
+    return NamedSharding(mesh, spec(name, np.shape(leaf), mesh))
 
-  places = jax.tree_util.tree_map_with_path(place, tree)
+  return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def require_divided(tree: Any, mesh: Mesh | None, what: str) -> None:
+  """Refuses a mesh on which every device would have the whole of a model.
+
+  Args:
+    tree: arrays, or their shapes.
+    mesh: where it shall lie.
+    what: it is, for the message.
+
+  Raises:
+    ValueError: `fsdp` or `tensor` divides nothing of it.
+  """
+  if mesh is None:
+    return
+  places = [place.spec for place in jax.tree.leaves(placed(tree, mesh))]
   for axis in AXES[1:]:
-    if mesh.shape[axis] > 1 and axis in might - does:
+    if mesh.shape[axis] > 1 and not any(axis in divided for divided in places):
       raise ValueError(
-        f'mesh.{axis} is {mesh.shape[axis]} and divides no parameter: take a'
-        ' number that divides their sizes, or leave it 1'
+        f'{axis} is {mesh.shape[axis]} and divides nothing of the {what}: take'
+        ' a number that divides its sizes, or leave it 1'
       )
-  return places
 
 
 def described(tree: Tree, mesh: Mesh | None) -> Tree:

@@ -18,12 +18,12 @@ import numpy as np
 from specjax import products
 from specjax.types import Array, Warp, pytree
 
-LEAST, MOST = 1e-30, 1e30  # of temperatures
+LEAST, MOST = 2.0**-100, 2.0**100  # of temperatures; exact in float32
 
 
 def _number(value: Any) -> int | float | None:
-  """What is to be checked: none of a trace, nor what stands for leaves."""
-  if isinstance(value, str | None):
+  """What is to be checked, for which it waits; a tracer is not."""
+  if isinstance(value, str):
     raise ValueError(f'{value!r} is no number of a warp')
   kinds = int | float | np.number | np.ndarray | jax.Array
   if isinstance(value, jax.core.Tracer) or not isinstance(value, kinds):
@@ -54,7 +54,7 @@ class Temperature:
 
   Zero is not a small number: ties would then be drawn at random. It is the
   other branch, in the same compiled program. Else it is `LEAST` at least and
-  `MOST` at most, since float32 divides no logits by less or more.
+  `MOST` at most, within which quotients of float32 logits are sound.
   """
 
   temperature: float | Array = 1.0
@@ -64,7 +64,8 @@ class Temperature:
     t = _number(self.temperature)
     if t is not None and t != 0 and not LEAST <= t <= MOST:
       raise ValueError(
-        f'temperature is {t}: it must be 0 (greedy), or {LEAST:g} to {MOST:g}'
+        f'temperature is {t}: it must be 0 (greedy), or from {LEAST:.0e} to'
+        f' {MOST:.0e}'
       )
 
   def __call__(self, logits: Array) -> Array:

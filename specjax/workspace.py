@@ -402,11 +402,13 @@ class Workspace:
       )
     # Where somebody asks for shapes alone, this is kept for those who do not.
     with jax.ensure_compile_time_eval():
-      return checkpoint.load_model(
+      target = checkpoint.load_model(
         folder,
         lambda c: Transformer(TransformerConfig(**c), nnx.Rngs(0)),
         mesh=self.mesh,
       )
+    sharding.require_divided(target, self.mesh, 'target')
+    return target
 
   def drafter(self, name: str, warp: Warp = warps.UNCHANGED) -> Drafter:
     """A distilled drafter, the best checkpoint of it.

@@ -59,20 +59,25 @@ def test_a_report_to_check_against_is_a_report(tmp_path):
     with pytest.raises(ValueError, match='kept.json is no speedup.json'):
       read()
   damages = [
-    {'speedup': float('nan')},
-    {'speedup_min': -1.0},
-    {'speedup': True},
-    {'tokens_per_round': '2'},
-    {'speedup': 0},
-    {'drafter': ['x']},
-    {'temperature': '1'},
-    {'k': None},
+    ({'speedup': float('nan')}, 'a row has speedup, .*nan'),
+    ({'speedup_min': -1.0}, 'a row has speedup, .*-1.0'),
+    ({'speedup': True}, 'a row has speedup, .*True'),
+    ({'tokens_per_round': '2'}, "a row has speedup, .*'2'"),
+    ({'speedup': 0}, 'a row has speedup'),
+    ({'drafter': ['x']}, 'a row has drafter'),
+    ({'temperature': '1'}, 'a row has temperature'),
+    ({'k': None}, 'a row has k None'),
   ]
-  some = [[{**row(2.0), **damage}] for damage in damages]
   less = {name: value for name, value in row(2.0).items() if name != 'k'}
-  for wrong in (*some, [row(2.0)] * 2, [row(2.0), less], [3]):
+  for wrong, said in (
+    *(([{**row(2.0), **damage}], said) for damage, said in damages),
+    ([row(2.0)] * 2, 'two of its rows are of model, K = 4, batch 1, T = 1'),
+    ([row(2.0), less], 'its rows are not of one kind'),
+    ([3], 'a row lacks one of speedup'),
+    (3, 'it has no rows'),
+  ):
     runs.write_json(kept, {'sweep': wrong, 'config': {}})
-    with pytest.raises(ValueError, match='kept.json is no speedup.json'):
+    with pytest.raises(ValueError, match=f'no speedup.json .*: {said}'):
       read()
   for config in ([], {'target': 5}):
     runs.write_json(kept, {'sweep': [row(2.0)], 'config': config})
@@ -90,6 +95,8 @@ def test_what_is_not_measured_now_is_said_before_it_is():
   baseline.require_covered([row(2.0)], {'batch': (1, 4)}, 'kept.json')
   with pytest.raises(ValueError, match=r'kept.json has rows of batch 1, which'):
     baseline.require_covered([row(2.0)], {'batch': (4,)}, 'kept.json')
+  with pytest.raises(ValueError, match='rows of drafter model, which'):
+    baseline.require_covered([row(2.0)], {'drafter': ['ngram']}, 'kept.json')
 
 
 @pytest.mark.parametrize(

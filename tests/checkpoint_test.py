@@ -215,11 +215,24 @@ def test_a_damaged_checkpoint_says_so(tmp_path):
   with pytest.raises(ValueError, match='1 is damaged') as raised:
     folder.restore(1, {'x': jnp.zeros(1000, int)})
   assert '\n' not in str(raised.value)
-  # Not that something failed, which Orbax says last, but what.
-  first = raised.value
-  while first.__cause__:
-    first = first.__cause__
-  assert str(first)[:20] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  ('first', 'said'),
+  [
+    (OSError('No space left\non device'), 'No space left'),
+    (KeyError('x'), "KeyError: 'x'"),
+    (ValueError(), 'ValueError'),
+  ],
+)
+def test_the_reason_is_what_failed_first(first, said):
+  try:
+    try:
+      raise first
+    except Exception as error:
+      raise RuntimeError('a save failed') from error
+  except RuntimeError as last:
+    assert checkpoint._reason(last) == said
 
 
 def test_a_model_is_rebuilt_from_its_folder_alone(tmp_path):

@@ -178,6 +178,10 @@ def main(config, workdir):
     import jax.numpy as jnp
     import numpy as np
     (np if _ACT.value == 'host' else jnp).zeros((2**20, 2**21))
+  if _ACT.value == 'list':
+    [0] * 2**60
+  if _ACT.value == 'disk':  # TensorStore's word for a full one
+    raise OSError('not written: RESOURCE_EXHAUSTED: No space left on device')
 if __name__ == '__main__':
   experiment.app(main, default={default!r}, resumable=True)
 """
@@ -257,6 +261,7 @@ def test_a_script_runs(script, page):
     (['page.py'], ["unexpected argument 'page.py'", '--config']),
     (['--act='], ['--act is empty']),
     (['--config='], ['--config is empty']),
+    (['--act=disk'], ['error: not written: RESOURCE_EXHAUSTED']),
     (['--act=refuse'], ['widths differ: 3 and 4']),
   ],
 )
@@ -288,7 +293,7 @@ def test_a_fault_keeps_its_traceback(script):
   assert 'Traceback' in error
 
 
-@pytest.mark.parametrize('memory', ['host', 'device'])
+@pytest.mark.parametrize('memory', ['host', 'device', 'list'])
 def test_too_little_memory_is_said_in_a_line(script, memory):
   code, _, error = script(f'--act={memory}')
   assert code == 2

@@ -4,6 +4,7 @@ import atexit
 import io
 import re
 import struct
+import unittest.mock
 
 import pytest
 
@@ -173,7 +174,8 @@ def test_what_went_wrong_is_not_hidden_by_closing_the_log(
   close()
 
 
-def test_a_full_disk_is_not_met_again_at_exit(tmp_path, monkeypatch):
+@pytest.mark.parametrize('where', ['events', 'lines', 'both'])
+def test_a_full_disk_is_not_met_again_at_exit(tmp_path, monkeypatch, where):
   exits = []
   monkeypatch.setattr(atexit, 'register', exits.append)
 
@@ -181,7 +183,10 @@ def test_a_full_disk_is_not_met_again_at_exit(tmp_path, monkeypatch):
     raise OSError('No space left on device')
 
   with pytest.raises(OSError, match='No space'), logs.Logger(tmp_path) as log:
-    events = log._events.file_writer.event_writer
-    monkeypatch.setattr(events, 'close', full)
+    if where != 'lines':
+      events = log._events.file_writer.event_writer
+      monkeypatch.setattr(events, 'close', full)
+    if where != 'events':
+      log._lines = unittest.mock.Mock(closed=False, close=full)
   (leave,) = exits
   leave()

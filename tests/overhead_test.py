@@ -68,13 +68,13 @@ def seconds(program):
 def ratio(ours, theirs, bound=np.inf):
   """The median over turns of one call each, the first ones apart.
 
-  Another process may come or go for minutes: within a turn it slows both. Ten
-  turns, and up to sixty while the bound is not met.
+  Another process may come or go for minutes: within a turn it slows both.
+  Twenty turns, and up to sixty while the bound is not met.
   """
   seconds(ours), seconds(theirs)
   ratios = []
-  for _ in range(6):
-    ratios += [seconds(ours) / seconds(theirs) for _ in range(10)]
+  for _ in range(3):
+    ratios += [seconds(ours) / seconds(theirs) for _ in range(20)]
     if np.median(ratios) < bound:
       break
   return np.median(ratios)

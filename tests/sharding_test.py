@@ -89,12 +89,12 @@ def test_a_mesh_of_other_axes_is_refused(mesh):
 
 def test_an_axis_that_divides_nothing_is_refused():
   model = toys.transformer(vocab_size=16)
-  with pytest.raises(ValueError, match='mesh.tensor is 7 and divides no param'):
-    sharding.placed(model, AbstractMesh((1, 1, 7), sharding.AXES))
-  with pytest.raises(ValueError, match='mesh.fsdp is 7 and divides no param'):
-    sharding.placed(model, AbstractMesh((1, 7, 2), sharding.AXES))
-  norms = {'norm': np.zeros(5)}  # which no axis may divide
-  sharding.placed(norms, AbstractMesh((1, 1, 7), sharding.AXES))
+  for axis, sizes in ('tensor', (1, 1, 7)), ('fsdp', (1, 7, 2)):
+    mesh = AbstractMesh(sizes, sharding.AXES)
+    with pytest.raises(ValueError, match=f'{axis} is 7 and divides nothing of'):
+      sharding.require_divided(model, mesh, 'target')
+  sharding.require_divided(model, MESH, 'target')
+  sharding.require_divided(model, None, 'target')
 
 
 def test_bytes_are_those_of_the_fullest_device():

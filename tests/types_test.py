@@ -69,7 +69,7 @@ def test_plain_registration_still_needs_this():
 def test_no_two_warps_or_drafters_have_one_structure():
   made = [
     warps.Temperature(1.0),
-    warps.TopK(1.0),
+    warps.TopK(1),
     warps.TopP(1.0),
     warps.MinP(1.0),
     warps.Greedy(),
