@@ -88,5 +88,7 @@ def load(script):
     patch.syspath_prepend(path.parent)  # as for a script that is started
     spec.loader.exec_module(module)
   for name in set(flags.FLAGS) - before:
-    delattr(flags.FLAGS, name)
+    # And not of a library that it was the first to import.
+    if flags.FLAGS.find_module_defining_flag(name) == module.__name__:
+      delattr(flags.FLAGS, name)
   return module
