@@ -100,16 +100,8 @@ def main(config, folder):
     output, rows = folder / by_task.OUTPUT, by_task.ROWS
   before = baseline.read(CHECK.value, output, rows) if CHECK.value else None
   if before:
-    measured = {'temperature': config['speedup']['temperatures']}
-    if PROMPTS.value:
-      measured['drafter'] = [way.name for way in ways]
-    else:
-      c = config['speedup']
-      measured['batch'] = c['batches']
-      measured['drafter'] = ['model', 'ngram', *c['controllers']]
-      longest = min(c['controlled_k'], max(c['ks']))
-      measured['k'] = {*c['ks'], config['decode']['k'], longest}
-    baseline.require_covered(before[rows], measured, CHECK.value)
+    wanted = to_measure(config, ways)
+    baseline.require_covered(before[rows], wanted, CHECK.value)
   contest.require(Workspace(folder, config), ways)
   if TARGET.value and Checkpoints(folder / 'target').latest() is None:
     Workspace.create(folder, config).adopt_target()
@@ -133,6 +125,21 @@ def main(config, folder):
     lost = not report['lossy'] and is_lost(report)
   slower = before and baseline.compare(before[rows], report[rows])
   return 1 if lost or slower else 0
+
+
+def to_measure(config, ways):
+  """What rows will be of, by the name of each part of their key."""
+  c = config['speedup']
+  if PROMPTS.value:
+    drafters = [way.name for way in ways]
+    return {'temperature': c['temperatures'], 'drafter': drafters}
+  longest = min(c['controlled_k'], max(c['ks']))  # of controllers
+  return {
+    'temperature': c['temperatures'],
+    'batch': c['batches'],
+    'drafter': ['model', 'ngram', *c['controllers']],
+    'k': {*c['ks'], config['decode']['k'], longest},
+  }
 
 
 def refuse_idle_flags():

@@ -241,12 +241,7 @@ def load(source: str | Path) -> config_dict.ConfigDict:
       f'no configuration {name}{_nearest(path.as_posix(), pages)}'
     )
   if path.suffix == '.json':
-    value = _tuples(runs.read_json(path))
-    if not isinstance(value, dict) or not value:
-      raise ValueError(
-        f'{source} holds no configuration: name a page with --config'
-      )
-    config = config_dict.ConfigDict(value)
+    config = config_dict.ConfigDict(_tuples(runs.read_config(path)))
   else:
     config = _page(path, variant)
   with config.unlocked():

@@ -137,6 +137,25 @@ def read_json(path: str | Path) -> Any:
     raise ValueError(f'{path} is not JSON: {error}') from error
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+  """The configuration of a run, as it was written.
+
+  Args:
+    path: of its `config.json`.
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: it is not JSON, or holds no configuration.
+  """
+  value = read_json(path)
+  if not isinstance(value, dict) or not value:
+    raise ValueError(
+      f'{path} holds no configuration: name a page with --config, and another'
+      ' folder with --workdir'
+    )
+  return value
+
+
 def newest(root: str | Path = 'runs') -> Path:
   """The run folder whose configuration was written last.
 
@@ -185,7 +204,7 @@ def open_run(
   # Through JSON, so that a tuple equals the list that it was written as.
   config = complete(json.loads(json.dumps(config)))
   if path.exists():
-    old = complete(read_json(path))
+    old = complete(read_config(path))
     refuse_changes(directory, old, config, frozen)
     config = {**config, **old, **{name: config[name] for name in fresh}}
   write_json(path, config)

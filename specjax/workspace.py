@@ -116,7 +116,7 @@ class Workspace:
       config['target'] = {**config['target'], 'sha256': hashed}
     if processes.first():
       runs.open_run(folder, config, frozen, set(config) - set(frozen))
-    run = cls(folder, runs.read_json(folder / 'config.json'))
+    run = cls(folder, runs.read_config(folder / 'config.json'))
     if source:
       run.__dict__['_source'] = source  # it need not be looked for again
     return run

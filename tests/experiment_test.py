@@ -334,3 +334,5 @@ def test_a_run_whose_configuration_is_none_is_refused(tmp_path, value):
   runs.write_json(tmp_path / 'config.json', value)
   with pytest.raises(ValueError, match=r'config\.json holds no configuration'):
     experiment.load(tmp_path / 'config.json')
+  with pytest.raises(ValueError, match=r'config\.json holds no configuration'):
+    runs.open_run(tmp_path, {'workdir': 'x'}, ())

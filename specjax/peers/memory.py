@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _target(folder, dtype):
-  config = runs.complete(runs.read_json(folder / 'config.json'))
+  config = runs.complete(runs.read_config(folder / 'config.json'))
   if dtype == config['target']['dtype']:
     return Workspace(folder, config).target()
   # A copy beside the original would count too.
