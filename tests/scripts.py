@@ -85,6 +85,7 @@ def load(script):
   module = importlib.util.module_from_spec(spec)
   before = set(flags.FLAGS)
   with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, spec.name, module)  # where flags look for theirs
     patch.syspath_prepend(path.parent)  # as for a script that is started
     spec.loader.exec_module(module)
   for name in set(flags.FLAGS) - before:
