@@ -2,7 +2,15 @@
 
 import shutil
 
-from specjax import contest, printing, profiling, runs, verify, warps
+from specjax import (
+  contest,
+  generation,
+  printing,
+  profiling,
+  runs,
+  verify,
+  warps,
+)
 from specjax.drafters.none import NoDrafter
 
 OUTPUT, TRACE = 'profile.json', 'profile'
@@ -17,20 +25,24 @@ def measure(workspace, ways, top_p):
     top_p: of the warp, behind `config.decode.temperature`; 1 is none.
   """
   c = workspace.config['decode']
-  target, folder = workspace.target(), workspace.folder
+  folder, batch = workspace.folder, min(workspace.config['speedup']['batches'])
   warp = warps.temperature(c['temperature'])
   if top_p < 1:
     warp = warps.compose(warp, warps.TopP(top_p))
   drafters = {'none': NoDrafter()}
   for way in ways:
     drafters[way.name] = way.drafter(workspace, c['temperature'])
+  target, *made = generation.packed(
+    workspace.target(), *drafters.values(), batch=batch
+  )
+  drafters = dict(zip(drafters, made, strict=True))
   rules = {c['verify']: verify.find(c['verify'])}
   contest.pair(target, drafters, rules)  # refused before anything is timed
   rule = verify.as_pytree(rules[c['verify']])
   report = {
     'device': runs.device(),
     'versions': runs.versions(),
-    'batch': min(workspace.config['speedup']['batches']),
+    'batch': batch,
     'context': c['prompt_length'] + c['max_new_tokens'],
     'top_p': top_p,
     'bytes_per_second': profiling.bandwidth(),

@@ -48,6 +48,7 @@ from specjax import (
   draft_length,
   experiment,
   footprint,
+  generation,
   logs,
   metrics,
   plots,
@@ -178,11 +179,13 @@ def measure(workspace: Workspace, draft: str):
   c, decode = config['speedup'], config['decode']
   name, new = config['draft']['drafter'], decode['max_new_tokens']
   rule = verify.find(decode['verify'])
-  target, drafter = workspace.target(), workspace.drafter(draft)
   largest = max(c['batches'])
   size = decode['prompt_length'] + new
-  longest = drafter.at(max(c['ks']))
-  print(f'batch {largest}: {footprint.plan(target, longest, largest, size)}')
+  longest = workspace.drafter(draft).at(max(c['ks']))
+  target, drafter = generation.packed(
+    workspace.target(), longest, batch=largest
+  )
+  print(f'batch {largest}: {footprint.plan(target, drafter, largest, size)}')
   count = max(c['prompts'], largest)
   wanted = max(c['others'], largest)
   controllers = c['controllers']

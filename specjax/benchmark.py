@@ -10,6 +10,7 @@ import numpy as np
 
 from specjax import contest, generation, logs, pricing, timing, verify, warps
 from specjax.contest import Arm, Way
+from specjax.drafters.none import NoDrafter
 from specjax.sweep import Prompts
 from specjax.workspace import Workspace
 
@@ -55,10 +56,13 @@ def run(
   for task, prompts in tasks.items():
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     generation.require_positions(target, lengths, f'{task}: prompt')
-  drafters = {
-    t: {way.name: way.drafter(workspace, t) for way in ways}
-    for t in temperatures
-  }
+  every = list(itertools.product(temperatures, ways))
+  target, *made = generation.packed(
+    target, NoDrafter(), *(way.drafter(workspace, t) for t, way in every)
+  )
+  drafters: dict[float, dict[str, Any]] = {t: {} for t in temperatures}
+  for (t, way), drafter in zip(every, made[1:], strict=True):
+    drafters[t][way.name] = drafter
   arms, _ = contest.pair(target, drafters[temperatures[0]], rules)
   by_room: dict[int, list[str]] = {}
   for task, prompts in tasks.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import ArrayLike
 
-from specjax import decode, sharding, verify, warps
+from specjax import decode, products, sharding, verify, warps
 from specjax.draft_length import FIXED
 from specjax.types import (
   Drafter,
@@ -161,6 +161,28 @@ def start(
   return _prefill(
     target, drafter, *sharding.by_rows(texts, mesh), controller, mesh=mesh
   )
+
+
+def packed(
+  target: LanguageModel, *drafters: Drafter, batch: int = 1
+) -> tuple[Any, ...]:
+  """A target and drafters, laid out for decoding; see `products.packed`.
+
+  Args:
+    target: the target.
+    drafters: for it.
+    batch: rows that are decoded at once.
+
+  Returns:
+    The target, then the drafters.
+  """
+  longest = max(rows(target, drafter, batch) for drafter in drafters)
+  return products.packed((target, *drafters), longest)
+
+
+def rows(target: LanguageModel, drafter: Drafter, batch: int) -> int:
+  """Rows of the target's products in a round, B (K + 1)."""
+  return batch * (1 + decode.shapes(target, drafter).tokens.shape[1])
 
 
 def require_positions(

@@ -9,7 +9,15 @@ import pytest
 import toys
 
 from specjax import cache as caches
-from specjax import decode, draft_length, draws, generation, verify, warps
+from specjax import (
+  decode,
+  draft_length,
+  draws,
+  generation,
+  products,
+  verify,
+  warps,
+)
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
 from specjax.drafters.none import NoDrafter
@@ -287,6 +295,43 @@ ENTRY %main (p: f32[61,8]) -> f32[8] {
   assert weights_made(text, target) == {((61, 8), 'copy')}
   assert not found(lambda model, x, ids: x + model.embed(ids))
   assert found(looked_up) and found(multiplied)
+
+
+def without_a_reversal(flat, tiles):
+  """What `products` does for several rows, where they come as they are."""
+  found = (tiles[:, None] * flat[:, :, None]).sum(2)
+  return found.transpose(1, 0, 2).reshape(len(flat), -1)
+
+
+@pytest.mark.parametrize('block', [1, 5, 9])
+def test_packed_weights_are_multiplied_by_the_library(monkeypatch, block):
+  """Each in a call that reads them as they lie, and only multiplies."""
+  if not products.on_cpu():
+    return  # nothing is packed there
+  sizes = dict(vocab_size=320, width=128, heads=4, kv_heads=2, hidden=96)
+  target = products.packed(toys.transformer(layers=2, **sizes), 1)
+  tiled = {leaf.shape for leaf in jax.tree.leaves(target) if leaf.ndim == 3}
+  assert len(tiled) == 5  # of the head, and four of a layer
+  drafter = NGram(block - 1) if block > 1 else NoDrafter()
+
+  def calls():
+    """Operations of each fused computation that multiplies a packed weight."""
+    jax.clear_caches()
+    text, _ = advance_program(target, drafter, 1)
+    parts = re.findall(r'(?m)^%[^\n]* -> [^\n]* {\n(.*?)^}', text, re.DOTALL)
+    return [
+      {name for _, name in found}
+      for found in (list(instructions(part)) for part in parts)
+      if 'reduce' in {name for _, name in found}
+      and any(s in tiled and name == 'parameter' for s, name in found)
+    ]
+
+  found = calls()
+  assert len(found) == 9  # four in each of two layers, and the head's
+  assert not any({'bitcast', 'reshape', 'copy'} & names for names in found)
+  if block > 1:
+    monkeypatch.setattr(products, '_dot_of_tiles', without_a_reversal)
+    assert any('bitcast' in names for names in calls())
 
 
 def logits_made(text):

@@ -51,12 +51,12 @@ class EagleNet(nnx.Module):
     small = 0.02 * jax.random.normal(rngs.params(), (width, width))
     others = jnp.zeros((width, (streams - 1) * width))
     self.config = config
-    self.fuse = nnx.Param(jnp.concatenate([others, jnp.eye(width)], 1))
-    self.join = nnx.Param(jnp.concatenate([small, jnp.eye(width)], 1))
+    self.fuse = products.Weight(jnp.concatenate([others, jnp.eye(width)], 1))
+    self.join = products.Weight(jnp.concatenate([small, jnp.eye(width)], 1))
     self.token_norm = nnx.Param(jnp.ones(width))
     self.layer = transformer.Layer(config, rngs)
     if vocabulary:
-      self.head = nnx.Param(jnp.zeros((vocabulary, width)))
+      self.head = products.Weight(jnp.zeros((vocabulary, width)))
 
   def __call__(self, embedded, features, positions, visible, cache, chain=None):
     """One pass over `[B, M]` tokens, each beside what came before it.
@@ -138,7 +138,7 @@ class Eagle:
       raise ValueError(f'the draft length k is {self.k}: at least 0')
     if self.unroll < 1:
       raise ValueError(f'unroll is {self.unroll}: at least 1')
-    streams = self.net.fuse.shape[-1] // self.net.config.width
+    streams = self.net.fuse.shape[1] // self.net.config.width
     if streams != len(self.taps) + 1:
       raise ValueError(
         f'taps are {self.taps}: the weights fuse {streams} streams, the last'

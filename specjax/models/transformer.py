@@ -352,7 +352,7 @@ class Transformer(nnx.Module):
 
 def _weight(rngs, config, shape, scale=0.02):
   values = scale * jax.random.normal(rngs.params(), shape)
-  return nnx.Param(values.astype(config.dtype))
+  return products.Weight(values.astype(config.dtype))
 
 
 def pieces(x: Array, at: int | Sequence[int], axis: int) -> Iterator[Array]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax import peers, runs
+from specjax import peers, products, runs
 from specjax.comparison import OURS, Condition
 from specjax.models import huggingface
 from specjax.peers import own, transformers
@@ -72,7 +72,8 @@ def main() -> None:
   folder, dtype = Path(request['folder']), request['dtype']
   prompt, count = request['prompt'], request['count']
   if request['name'] == OURS:
-    decoder = own.Decoder(_target(folder, dtype), {})
+    # Of what is packed already there is no other copy.
+    decoder = own.Decoder(products.packed(_target(folder, dtype), 1), {})
   else:
     peer, size = peers.OTHERS[request['name']], len(prompt) + count + 1
     decoder = peer.Decoder(peer.place(folder), dtype, request['threads'], size)

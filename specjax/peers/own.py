@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specjax import decode, generation, pricing, runs, verify
+from specjax import decode, generation, pricing, products, runs, verify
 from specjax.comparison import Condition, Decode, Text
 from specjax.contest import Way
 from specjax.drafters.none import NoDrafter
@@ -45,14 +45,20 @@ class Decoder:
           self.drafts.setdefault(way, drafter.model)
     self._drafters = drafters
 
+  @functools.cached_property
+  def _packed(self) -> Transformer:
+    return products.packed(self.target, 1)
+
   def arm(self, way: Way | None, condition: Condition) -> Decode:
     """What decodes in a way, or plainly."""
     drafter = NoDrafter()
     if way is not None:
       drafter = self._drafters[condition.temperature][way]
     warp = condition.warp
-    drafter = pricing.with_warp(drafter, warp)
-    return functools.partial(_decode, self.target, drafter, warp)
+    rows = generation.rows(self.target, drafter, condition.batch)
+    target = self._packed if products.few(rows) else self.target
+    drafter = pricing.with_warp(products.packed(drafter, rows), warp)
+    return functools.partial(_decode, target, drafter, warp)
 
   def versions(self) -> dict[str, str]:
     """What a measurement depends on."""
