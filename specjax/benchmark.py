@@ -10,7 +10,6 @@ import numpy as np
 
 from specjax import contest, generation, logs, pricing, timing, verify, warps
 from specjax.contest import Arm, Way
-from specjax.drafters.none import NoDrafter
 from specjax.sweep import Prompts
 from specjax.workspace import Workspace
 
@@ -58,10 +57,10 @@ def run(
     generation.require_positions(target, lengths, f'{task}: prompt')
   every = list(itertools.product(temperatures, ways))
   target, *made = generation.packed(
-    target, NoDrafter(), *(way.drafter(workspace, t) for t, way in every)
+    target, *(way.drafter(workspace, t) for t, way in every)
   )
   drafters: dict[float, dict[str, Any]] = {t: {} for t in temperatures}
-  for (t, way), drafter in zip(every, made[1:], strict=True):
+  for (t, way), drafter in zip(every, made, strict=True):
     drafters[t][way.name] = drafter
   arms, _ = contest.pair(target, drafters[temperatures[0]], rules)
   by_room: dict[int, list[str]] = {}

@@ -170,14 +170,14 @@ def packed(
 
   Args:
     target: the target.
-    drafters: for it.
+    drafters: for it; without any it decodes plainly.
     batch: rows that are decoded at once.
 
   Returns:
     The target, then the drafters.
   """
-  longest = max(rows(target, drafter, batch) for drafter in drafters)
-  return products.packed((target, *drafters), longest)
+  most = max((rows(target, x, batch) for x in drafters), default=batch)
+  return products.packed((target, *drafters), most)
 
 
 def rows(target: LanguageModel, drafter: Drafter, batch: int) -> int:

@@ -109,6 +109,8 @@ def test_packed_models_decode_as_they_did():
   target = toys.transformer(**sizes)
   drafter = ModelDrafter(toys.transformer(1, **sizes), 3)
   found = specjax.packed(target, drafter, batch=2)
+  alone = specjax.packed(target)
+  assert jax.tree.structure(alone) == jax.tree.structure((target,))
   kept, changed = (
     [jnp.ndim(leaf) for leaf in jax.tree.leaves(tree)]
     for tree in ((target, drafter), found)
