@@ -54,6 +54,7 @@ from specjax import (
   plots,
   pricing,
   printing,
+  products,
   runs,
   sweep,
   timing,
@@ -181,10 +182,8 @@ def measure(workspace: Workspace, draft: str):
   rule = verify.find(decode['verify'])
   largest = max(c['batches'])
   size = decode['prompt_length'] + new
-  longest = workspace.drafter(draft).at(max(c['ks']))
-  target, drafter = generation.packed(
-    workspace.target(), longest, batch=largest
-  )
+  drafter = workspace.drafter(draft).at(max(c['ks']))
+  target = workspace.target()
   print(f'batch {largest}: {footprint.plan(target, drafter, largest, size)}')
   count = max(c['prompts'], largest)
   wanted = max(c['others'], largest)
@@ -199,10 +198,17 @@ def measure(workspace: Workspace, draft: str):
   costs_file = workspace.folder / 'costs.json'
   pricing.check(costs_file)
   start = time.perf_counter()
+  # Of large batches, where packed ones are slower, the models as they are.
+  whole, packed = (target, drafter), generation.packed(target, drafter)
+  models = {
+    batch: packed
+    if products.few(generation.rows(target, drafter, batch))
+    else whole
+    for batch in c['batches']
+  }
   races = {
     batch: sweep.Race(
-      target,
-      drafter,
+      *models[batch],
       name=name,
       ks=c['ks'],
       ngram_k=decode['k'],
@@ -250,7 +256,7 @@ def measure(workspace: Workspace, draft: str):
       row['modelled_speedup'] = (
         sweep.modelled_speedup(row, cost) if known else None
       )
-  keep(costs_file, target, drafter, config, costs)
+  keep(costs_file, models, config, costs)
   best = headline(rows, name, min(c['batches']), decode['temperature'])
   text = held_out(workspace, largest, size)
   return {
@@ -294,13 +300,12 @@ def ladder(c, k, seconds):
   return {'rungs': draft_length.ladder(k), 'seconds': found}
 
 
-def keep(path, target, drafter, config, costs):
+def keep(path, models, config, costs):
   """Writes what rounds of the draft cost for those who want it later."""
   decode = config['decode']
   for batch, found in costs.items():
     place = pricing.key(
-      target,
-      drafter,
+      *models[batch],
       verify.find(decode['verify']),
       warps.UNCHANGED,
       batch,
