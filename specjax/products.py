@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,11 @@ _ROUNDED = 'BF16_BF16_F32'
 
 
 class Weight(nnx.Param):
-  """A weight for `dot`: `[outputs, inputs]`, or as `packed` lays it out."""
+  """A weight `[outputs, inputs]` for `dot`."""
+
+
+class Packed(Weight):
+  """A weight as `packed` lays it out, `[outputs / 64, inputs, 64]`."""
 
 
 def on_cpu() -> bool:
@@ -80,24 +84,40 @@ def packed(tree: Tree, rows: int) -> Tree:
 
   Args:
     tree: models, drafters or containers of them, for decoding alone: training,
-      saving, casting and meshes are for what they were made of.
+      saving, casting and meshes are for what they were made of. Heads and
+      adapters, which are small, stay as they are.
     rows: that most products will have: B (K + 1).
   """
   if not few(rows) or not on_cpu() or not _reads_tiles():
     return tree
-  done: dict[int, Weight] = {}  # what is shared stays shared
+  done: dict[int, Array] = {}  # what is shared stays shared
 
   def pack(leaf):
-    if not isinstance(leaf, Weight):
+    if type(leaf) is not Weight or not _can_be_packed(leaf[...]):
       return leaf
     weight = leaf[...]
-    if not _can_be_packed(weight):
-      return leaf
     if id(weight) not in done:
-      done[id(weight)] = Weight(_in_tiles(weight))
-    return done[id(weight)]
+      done[id(weight)] = _in_tiles(weight)
+    return Packed(done[id(weight)])
 
   return jax.tree.map(pack, tree, is_leaf=lambda x: isinstance(x, Weight))
+
+
+def require_whole(tree: Any, what: str) -> None:
+  """Refuses models of which weights are packed.
+
+  Args:
+    tree: models or containers of them.
+    what: cannot be done with such, for the message.
+
+  Raises:
+    ValueError: there is one.
+  """
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Weight))
+  if any(isinstance(leaf, Packed) for leaf in leaves):
+    raise ValueError(
+      f'packed weights cannot be {what}: take the model that was packed'
+    )
 
 
 def dot(x: Array, weight: Array) -> Array:
@@ -143,7 +163,9 @@ def rows(table: Array, ids: Array) -> Array:
 
 def _can_be_packed(weight) -> bool:
   return (
-    weight.ndim == 2
+    isinstance(weight, jax.Array)
+    and not isinstance(weight, jax.core.Tracer)
+    and weight.ndim == 2
     and weight.dtype == jnp.float32
     and len(weight) > _TILE  # of one tile alone XLA makes a reshape
     and not len(weight) % _TILE
@@ -176,7 +198,9 @@ def _reads_tiles() -> bool:
   """Whether this XLA has its library do it; its own loops take 50 times it."""
   like = jax.ShapeDtypeStruct
   rows = like((2, 256), jnp.float32), like((4, 256, _TILE), jnp.float32)
-  return 'ynn' in jax.jit(_dot_of_tiles).lower(*rows).compile().as_text()
+  return (
+    '"__ynn_fusion"' in jax.jit(_dot_of_tiles).lower(*rows).compile().as_text()
+  )
 
 
 def _einsum(subscripts, x, y):

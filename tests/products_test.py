@@ -8,8 +8,9 @@ import pytest
 import toys
 
 import specjax
-from specjax import products
+from specjax import products, sharding
 from specjax.drafters.model import ModelDrafter
+from specjax.models import tensors
 
 
 def low(x):
@@ -98,9 +99,29 @@ def test_what_would_not_gain_is_left_as_it_is():
   assert not pack(1, 2, 128, 8)  # packed, or no weight of `dot`
   table = jnp.zeros((128, 8))
   assert products.packed(table, 1) is table  # as of a tabular model
-  shared = products.Weight(table)
-  first, second = products.packed([shared, shared], 1)
-  assert first[...] is second[...]
+  traced = toys.jit(lambda w: products.packed(products.Weight(w), 1)[...])
+  assert traced(table).ndim == 2
+  pair = [products.Weight(table) for _ in range(2)]
+  first, second = products.packed(pair, 1)
+  assert first[...] is second[...]  # what is shared stays so
+  assert (first[...].ndim == 3) == on_cpu
+
+
+def test_packed_models_are_for_decoding_alone():
+  model = toys.transformer(vocab_size=128, width=128, hidden=96)
+  (packed,) = specjax.packed(model)
+  devices = np.array(jax.devices()[:1]).reshape(1, 1, 1)
+  mesh = jax.sharding.Mesh(devices, ('data', 'fsdp', 'tensor'))
+  calls = {
+    'cast': lambda m: m.cast('bfloat16'),
+    'exported': lambda m: list(tensors.split(m)),
+    'put on a mesh': lambda m: sharding.spread(m, mesh),
+  }
+  for what, call in calls.items():
+    call(model)
+    if packed.embedding[...].ndim == 3:
+      with pytest.raises(ValueError, match=f'packed weights cannot be {what}'):
+        call(packed)
 
 
 def test_packed_models_decode_as_they_did():
@@ -109,8 +130,6 @@ def test_packed_models_decode_as_they_did():
   target = toys.transformer(**sizes)
   drafter = ModelDrafter(toys.transformer(1, **sizes), 3)
   found = specjax.packed(target, drafter, batch=2)
-  alone = specjax.packed(target)
-  assert jax.tree.structure(alone) == jax.tree.structure((target,))
   kept, changed = (
     [jnp.ndim(leaf) for leaf in jax.tree.leaves(tree)]
     for tree in ((target, drafter), found)

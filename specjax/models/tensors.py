@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax import products
 from specjax.models.transformer import Transformer, TransformerConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -193,6 +194,7 @@ def split(
   Yields:
     A name, and a matrix `[outputs, inputs]` or a vector.
   """
+  products.require_whole(model, 'exported')
   layout = parts(model.config, gguf)
   for (name, _), leaf in zip(
     _leaves(model.config), jax.tree.leaves(model), strict=True

@@ -252,6 +252,7 @@ class Transformer(nnx.Module):
 
   def cast(self, dtype: str) -> Transformer:
     """The model with its weights in another dtype; see `TransformerConfig`."""
+    products.require_whole(self, 'cast')
     config = dataclasses.replace(self.config, dtype=dtype)
     shapes = jax.eval_shape(lambda: type(self)(config, nnx.Rngs(0)))
     wanted, structure = jax.tree.flatten(shapes)

@@ -72,7 +72,7 @@ def main() -> None:
   folder, dtype = Path(request['folder']), request['dtype']
   prompt, count = request['prompt'], request['count']
   if request['name'] == OURS:
-    # Of what is packed already there is no other copy.
+    # What is packed already is not packed once more.
     decoder = own.Decoder(products.packed(_target(folder, dtype), 1), {})
   else:
     peer, size = peers.OTHERS[request['name']], len(prompt) + count + 1
