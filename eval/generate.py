@@ -124,7 +124,7 @@ def generate(workspace: Workspace, warp, write):
     k=K.value,
     nodes=NODES.value,
   )
-  target, drafter = generation.packed(target, drafter)
+  target, drafter = generation.pack(target, drafter)
   controller = workspace.controller(DRAFTER.value, target, drafter)
   prompt = tokenizer.start + tokenizer.encode(PROMPT.value)
   prompt = prompt or [tokenizer.eos_id]

@@ -32,7 +32,7 @@ def measure(workspace, ways, top_p):
   drafters = {'none': NoDrafter()}
   for way in ways:
     drafters[way.name] = way.drafter(workspace, c['temperature'])
-  target, *made = generation.packed(
+  target, *made = generation.pack(
     workspace.target(), *drafters.values(), batch=batch
   )
   drafters = dict(zip(drafters, made, strict=True))

@@ -54,12 +54,12 @@ from specjax import (
   plots,
   pricing,
   printing,
-  products,
   runs,
   sweep,
   timing,
   verify,
   warps,
+  weights,
 )
 from specjax.checkpoint import Checkpoints
 from specjax.workspace import Workspace
@@ -199,10 +199,10 @@ def measure(workspace: Workspace, draft: str):
   pricing.check(costs_file)
   start = time.perf_counter()
   # Of large batches, where packed ones are slower, the models as they are.
-  whole, packed = (target, drafter), generation.packed(target, drafter)
+  whole, packed = (target, drafter), generation.pack(target, drafter)
   models = {
     batch: packed
-    if products.few(generation.rows(target, drafter, batch))
+    if weights.worth_packing(generation.scored_rows(target, drafter, batch))
     else whole
     for batch in c['batches']
   }

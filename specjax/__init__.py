@@ -7,7 +7,7 @@ from specjax import drafters as _drafters
 from specjax.candidates import CandidateTree
 from specjax.decode import DecodeState, Round, Stats, advance, prefill, step
 from specjax.draft_length import FIXED, Adaptive, Confidence, Fallback, ladder
-from specjax.generation import Result, generate, packed
+from specjax.generation import Result, generate, pack
 from specjax.heads import HeadsDrafter
 from specjax.models.markov import Markov
 from specjax.models.transformer import Transformer, TransformerConfig
@@ -101,7 +101,7 @@ __all__ = [
   'NoDrafter',
   'Noise',
   'Output',
-  'packed',
+  'pack',
   'prefill',
   'pytree',
   'rejection',

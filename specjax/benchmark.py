@@ -56,7 +56,7 @@ def run(
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     generation.require_positions(target, lengths, f'{task}: prompt')
   every = list(itertools.product(temperatures, ways))
-  target, *made = generation.packed(
+  target, *made = generation.pack(
     target, *(way.drafter(workspace, t) for t, way in every)
   )
   drafters: dict[float, dict[str, Any]] = {t: {} for t in temperatures}

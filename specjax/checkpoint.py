@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from specjax import processes, sharding
+from specjax import processes, sharding, weights
 
 Path = pathlib.Path
 
@@ -240,7 +240,9 @@ def save_model(
 
   Raises:
     FileExistsError: the folder already holds a checkpoint.
+    ValueError: weights of the model are packed for decoding.
   """
+  weights.require_whole(model, 'saved')
   checkpoints = Checkpoints(directory)
   if checkpoints.steps():
     raise FileExistsError(f'{directory} already holds a checkpoint')

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import ArrayLike
 
-from specjax import decode, products, sharding, verify, warps
+from specjax import decode, sharding, verify, warps, weights
 from specjax.draft_length import FIXED
 from specjax.types import (
   Drafter,
@@ -163,10 +163,10 @@ def start(
   )
 
 
-def packed(
+def pack(
   target: LanguageModel, *drafters: Drafter, batch: int = 1
 ) -> tuple[Any, ...]:
-  """A target and drafters, laid out for decoding; see `products.packed`.
+  """A target and drafters, laid out for decoding; see `weights.pack`.
 
   Args:
     target: the target.
@@ -176,11 +176,11 @@ def packed(
   Returns:
     The target, then the drafters.
   """
-  most = max((rows(target, x, batch) for x in drafters), default=batch)
-  return products.packed((target, *drafters), most)
+  most = max((scored_rows(target, x, batch) for x in drafters), default=batch)
+  return weights.pack((target, *drafters), most)
 
 
-def rows(target: LanguageModel, drafter: Drafter, batch: int) -> int:
+def scored_rows(target: LanguageModel, drafter: Drafter, batch: int) -> int:
   """Rows of the target's products in a round, B (K + 1)."""
   return batch * (1 + decode.shapes(target, drafter).tokens.shape[1])
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax import products
+from specjax import products, weights
 from specjax.types import Array
 
 
@@ -72,8 +72,9 @@ def init(model: Any, tx: optax.GradientTransformation) -> TrainState:
 
   Raises:
     ValueError: if a parameter is of low precision, in which small updates
-      would be lost.
+      would be lost, or packed for decoding.
   """
+  weights.require_whole(model, 'trained')
   # Strong types, as they are after a step: else the step compiles twice.
   model = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), model)
   low = {str(x.dtype) for x in jax.tree.leaves(model)} - {'float32'}

@@ -32,7 +32,7 @@ from jax.sharding import (
   PartitionSpec,
 )
 
-from specjax import products
+from specjax import weights
 from specjax.types import Array
 
 Tree = TypeVar('Tree')
@@ -213,7 +213,7 @@ def spread(tree: Tree, mesh: Mesh | None) -> Tree:
   """
   if mesh is None:
     return tree
-  products.require_whole(tree, 'put on a mesh')
+  weights.require_whole(tree, 'put on a mesh')
   return jax.tree.map(_put, tree, placed(tree, mesh))
 
 

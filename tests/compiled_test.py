@@ -17,6 +17,7 @@ from specjax import (
   products,
   verify,
   warps,
+  weights,
 )
 from specjax.drafters.model import ModelDrafter
 from specjax.drafters.ngram import NGram
@@ -309,7 +310,7 @@ def test_packed_weights_are_multiplied_by_the_library(monkeypatch, block):
   if not products.on_cpu():
     return  # nothing is packed there
   sizes = dict(vocab_size=320, width=128, heads=4, kv_heads=2, hidden=96)
-  target = products.packed(toys.transformer(layers=2, **sizes), 1)
+  target = weights.pack(toys.transformer(layers=2, **sizes), 1)
   tiled = {leaf.shape for leaf in jax.tree.leaves(target) if leaf.ndim == 3}
   assert len(tiled) == 5  # of the head, and four of a layer
   drafter = NGram(block - 1) if block > 1 else NoDrafter()

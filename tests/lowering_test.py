@@ -22,6 +22,7 @@ from specjax import (
   sharding,
   verify,
   warps,
+  weights,
 )
 from specjax.draft_length import FIXED
 from specjax.types import Block
@@ -145,16 +146,16 @@ def test_a_training_step_on_a_mesh_lowers(platform):
 def test_what_is_done_for_cpus_is_not_done_there(platform, monkeypatch):
   x, weight = jnp.ones((1, 8)), jnp.ones((16, 8), 'bfloat16')
   padded = 'tensor<4x8'
-  assert padded not in module(products.dot, platform, x, weight)
+  assert padded not in module(weights.dot, platform, x, weight)
   monkeypatch.setattr(products, 'on_cpu', lambda: True)
-  assert padded in module(lambda *a: products.dot(*a), platform, x, weight)
+  assert padded in module(lambda *a: weights.dot(*a), platform, x, weight)
 
 
 @PLATFORMS
 def test_nothing_is_kept_apart_there(platform, monkeypatch):
   table, ids = jnp.ones((16, 8), 'bfloat16'), jnp.zeros(3, jnp.int32)
   for function, *args in (
-    (products.rows, table, ids),
+    (weights.rows, table, ids),
     (lambda x: warps.TopP(0.9)(x), jnp.ones((1, 5000))),
   ):
     barrier = 'optimization_barrier'

@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax import products
+from specjax import weights
 from specjax.heads import HeadsDrafter, section
 from specjax.types import Array, pytree
 
@@ -39,8 +39,8 @@ class FeedForwardHead:
 
   def __call__(self, features: Array) -> Array:
     """`[..., D]` to `[..., D]`."""
-    inner = jax.nn.relu(products.dot(features, self.inner))
-    return features + products.dot(inner, self.outer)
+    inner = jax.nn.relu(weights.dot(features, self.inner))
+    return features + weights.dot(inner, self.outer)
 
 
 def build(config, target, rngs) -> HeadsDrafter:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as caches
-from specjax import chains, products, sharding, trees, warps
+from specjax import chains, sharding, trees, warps, weights
 from specjax.models import transformer
 from specjax.types import Array, Draft, Output, Warp, pytree
 
@@ -51,12 +51,12 @@ class EagleNet(nnx.Module):
     small = 0.02 * jax.random.normal(rngs.params(), (width, width))
     others = jnp.zeros((width, (streams - 1) * width))
     self.config = config
-    self.fuse = products.Weight(jnp.concatenate([others, jnp.eye(width)], 1))
-    self.join = products.Weight(jnp.concatenate([small, jnp.eye(width)], 1))
+    self.fuse = weights.Weight(jnp.concatenate([others, jnp.eye(width)], 1))
+    self.join = weights.Weight(jnp.concatenate([small, jnp.eye(width)], 1))
     self.token_norm = nnx.Param(jnp.ones(width))
     self.layer = transformer.Layer(config, rngs)
     if vocabulary:
-      self.head = products.Weight(jnp.zeros((vocabulary, width)))
+      self.head = weights.Weight(jnp.zeros((vocabulary, width)))
 
   def __call__(self, embedded, features, positions, visible, cache, chain=None):
     """One pass over `[B, M]` tokens, each beside what came before it.
@@ -76,7 +76,7 @@ class EagleNet(nnx.Module):
     scale, eps = self.token_norm[...], self.config.norm_eps
     tokens = transformer.norm(embedded, scale, eps)
     both = jnp.concatenate([tokens, features], -1)
-    x = products.dot(both, self.join[...])
+    x = weights.dot(both, self.join[...])
     angles = transformer.rotations(self.config, positions)
     cached = (cache.rows, caches.live(cache)) if cache else (None, None)
     return self.layer(x, angles, visible, *cached, chain)
@@ -87,7 +87,7 @@ class EagleNet(nnx.Module):
     # Streams grow from layer to layer.
     streams = [transformer.norm(x, one, eps) for x in output.taps]
     every = jnp.concatenate([*streams, output.features], -1)
-    return products.dot(every, self.fuse[...])
+    return weights.dot(every, self.fuse[...])
 
 
 class EagleMemory(NamedTuple):
@@ -281,7 +281,7 @@ class Eagle:
 
   def unembed_vocabulary(self, features):
     """Logits `[..., N]` of the ids of `vocabulary` alone."""
-    return sharding.gathered(products.dot(features, self.net.head[...]))
+    return sharding.gathered(weights.dot(features, self.net.head[...]))
 
   def _nothing(self, tokens: Array) -> Draft:
     return Draft(jnp.zeros((tokens.shape[0], 0), jnp.int32))

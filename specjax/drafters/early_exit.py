@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax import chains, products, warps
+from specjax import chains, warps, weights
 from specjax.cache import Cache
 from specjax.types import Array, Block, Draft, Warp, pytree
 
@@ -102,7 +102,7 @@ class EarlyExit:
   def _adapt(self, features: Array) -> Array:
     if self.adapter is None:
       return features
-    return features + products.dot(features, self.adapter)
+    return features + weights.dot(features, self.adapter)
 
 
 def build(config, target, rngs) -> EarlyExit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax import products
+from specjax import weights
 from specjax.candidates import CandidateTree, full_tree
 from specjax.heads import HeadsDrafter, section
 from specjax.types import Array, pytree
@@ -34,7 +34,7 @@ class ResidualHead:
   def __call__(self, features: Array) -> Array:
     """`[..., D]` to `[..., D]`."""
     for weight in self.weights:
-      features = features + jax.nn.silu(products.dot(features, weight))
+      features = features + jax.nn.silu(weights.dot(features, weight))
     return features
 
 

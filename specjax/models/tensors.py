@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax import products
+from specjax import weights
 from specjax.models.transformer import Transformer, TransformerConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -194,7 +194,7 @@ def split(
   Yields:
     A name, and a matrix `[outputs, inputs]` or a vector.
   """
-  products.require_whole(model, 'exported')
+  weights.require_whole(model, 'exported')
   layout = parts(model.config, gguf)
   for (name, _), leaf in zip(
     _leaves(model.config), jax.tree.leaves(model), strict=True

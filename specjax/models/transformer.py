@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from specjax import cache as caches
-from specjax import products, sharding, trees
+from specjax import sharding, trees, weights
 from specjax.types import Array, Block, Output
 
 
@@ -139,7 +139,7 @@ class Layer(nnx.Module):
     """
     c, size = self.config, self.config.head_size
     y = norm(x, self.attention_norm[...], c.norm_eps)
-    qkv = products.dot(y, self.qkv[...])
+    qkv = weights.dot(y, self.qkv[...])
     if c.qkv_bias:
       qkv += self.qkv_bias[...]
     qkv = sharding.gathered(qkv).reshape(*x.shape[:2], -1, size)
@@ -160,12 +160,12 @@ class Layer(nnx.Module):
       keys, values = map(write, chain[0], (keys, values))
     mixed = caches.attend(queries, (keys, values), visible, cached, live)
     mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-    x = x + products.dot(mixed, self.proj[...])
-    y = products.dot(
+    x = x + weights.dot(mixed, self.proj[...])
+    y = weights.dot(
       norm(x, self.hidden_norm[...], c.norm_eps), self.gate_up[...]
     )
     gate, up = pieces(sharding.gathered(y), 2, -1)
-    return x + products.dot(jax.nn.silu(gate) * up, self.down[...]), (
+    return x + weights.dot(jax.nn.silu(gate) * up, self.down[...]), (
       keys,
       values,
     )
@@ -252,7 +252,7 @@ class Transformer(nnx.Module):
 
   def cast(self, dtype: str) -> Transformer:
     """The model with its weights in another dtype; see `TransformerConfig`."""
-    products.require_whole(self, 'cast')
+    weights.require_whole(self, 'cast')
     config = dataclasses.replace(self.config, dtype=dtype)
     shapes = jax.eval_shape(lambda: type(self)(config, nnx.Rngs(0)))
     wanted, structure = jax.tree.flatten(shapes)
@@ -318,12 +318,12 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens: Array) -> Array:
     """Embeddings `[..., D]`, float32."""
-    return products.rows(self.embedding[...], tokens)
+    return weights.rows(self.embedding[...], tokens)
 
   def unembed(self, features: Array) -> Array:
     """Float32 logits `[..., V]`."""
     head = self.embedding if self.config.tied else self.head
-    return sharding.gathered(products.dot(features, head[...]))
+    return sharding.gathered(weights.dot(features, head[...]))
 
   def _run(
     self, tokens, positions, visible, cache, taps, chain=None, around=None
@@ -353,7 +353,7 @@ class Transformer(nnx.Module):
 
 def _weight(rngs, config, shape, scale=0.02):
   values = scale * jax.random.normal(rngs.params(), shape)
-  return products.Weight(values.astype(config.dtype))
+  return weights.Weight(values.astype(config.dtype))
 
 
 def pieces(x: Array, at: int | Sequence[int], axis: int) -> Iterator[Array]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax import peers, products, runs
+from specjax import peers, runs, weights
 from specjax.comparison import OURS, Condition
 from specjax.models import huggingface
 from specjax.peers import own, transformers
@@ -73,7 +73,7 @@ def main() -> None:
   prompt, count = request['prompt'], request['count']
   if request['name'] == OURS:
     # What is packed already is not packed once more.
-    decoder = own.Decoder(products.packed(_target(folder, dtype), 1), {})
+    decoder = own.Decoder(weights.pack(_target(folder, dtype), 1), {})
   else:
     peer, size = peers.OTHERS[request['name']], len(prompt) + count + 1
     decoder = peer.Decoder(peer.place(folder), dtype, request['threads'], size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specjax import decode, generation, pricing, products, runs, verify
+from specjax import decode, generation, pricing, runs, verify, weights
 from specjax.comparison import Condition, Decode, Text
 from specjax.contest import Way
 from specjax.drafters.none import NoDrafter
@@ -47,7 +47,7 @@ class Decoder:
 
   @functools.cached_property
   def _packed(self) -> Transformer:
-    return products.packed(self.target, 1)
+    return weights.pack(self.target, 1)
 
   def arm(self, way: Way | None, condition: Condition) -> Decode:
     """What decodes in a way, or plainly."""
@@ -55,9 +55,9 @@ class Decoder:
     if way is not None:
       drafter = self._drafters[condition.temperature][way]
     warp = condition.warp
-    rows = generation.rows(self.target, drafter, condition.batch)
-    target = self._packed if products.few(rows) else self.target
-    drafter = pricing.with_warp(products.packed(drafter, rows), warp)
+    rows = generation.scored_rows(self.target, drafter, condition.batch)
+    target = self._packed if weights.worth_packing(rows) else self.target
+    drafter = pricing.with_warp(weights.pack(drafter, rows), warp)
     return functools.partial(_decode, target, drafter, warp)
 
   def versions(self) -> dict[str, str]:
