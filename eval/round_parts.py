@@ -10,6 +10,7 @@ from specjax import (
   runs,
   verify,
   warps,
+  weights,
 )
 from specjax.drafters.none import NoDrafter
 
@@ -45,6 +46,7 @@ def measure(workspace, ways, top_p):
     'batch': batch,
     'context': c['prompt_length'] + c['max_new_tokens'],
     'top_p': top_p,
+    'packed': weights.is_packed(target),
     'bytes_per_second': profiling.bandwidth(),
     'rounds': {},
     'config': workspace.config,
@@ -71,11 +73,12 @@ def show(report):
   """Prints a table: a row for each part, a pair of columns for each way."""
   rounds = report['rounds']
   console = printing.console(16 + 24 * len(rounds))
+  packed = ', packed weights' if report['packed'] else ''
   console.print(
     f'\na round at batch {report["batch"]}, for texts of'
     f' {report["context"]} tokens, T ='
     f' {report["config"]["decode"]["temperature"]:g}, top-p'
-    f' {report["top_p"]:g}: ms and share of it, and the floor in ms'
+    f' {report["top_p"]:g}{packed}: ms and share of it, and the floor in ms'
   )
   table = printing.table('')
   for name in rounds:

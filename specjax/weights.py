@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax import products
@@ -41,11 +43,13 @@ def pack(tree: Tree, rows: int) -> Tree:
   """Models with their weights laid out as products of a few rows read them.
 
   On CPUs, XLA's library lays a float32 weight out anew in every product of
-  several rows. Where it lies so beforehand, five rows take about half as long
-  and one a little less; prefilling takes longer. So nothing is laid out where
-  products have many rows, nor a weight that is bfloat16 or on several devices
-  or whose outputs are not two or more times 64, nor anything on other devices.
-  What is laid out is a copy, and the original goes when the caller drops it.
+  several rows. Where it lies so beforehand, five rows take half as long on some
+  machines and one no longer, on others not: a short measurement, one in each
+  process, tells. Prefilling takes longer. So nothing is laid out where that is
+  no gain or products have many rows, nor a weight that is bfloat16 or on
+  several devices or whose outputs are not two or more times 64, nor anything
+  on other devices. What is laid out is a copy, and the original goes when the
+  caller drops it.
 
   Args:
     tree: models, drafters or containers of them, for decoding alone: training,
@@ -53,7 +57,7 @@ def pack(tree: Tree, rows: int) -> Tree:
       adapters, which are small, stay as they are.
     rows: that most products will have: B (K + 1).
   """
-  if not worth_packing(rows) or not products.on_cpu() or not _reads_tiles():
+  if not worth_packing(rows) or not products.on_cpu() or not tiles_pay():
     return tree
   done: dict[int, Array] = {}  # what is shared stays shared
 
@@ -68,6 +72,12 @@ def pack(tree: Tree, rows: int) -> Tree:
   return jax.tree.map(pack, tree, is_leaf=lambda x: isinstance(x, Weight))
 
 
+def is_packed(tree: Any) -> bool:
+  """Whether a weight in it is packed."""
+  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Weight))
+  return any(isinstance(leaf, Packed) for leaf in leaves)
+
+
 def require_whole(tree: Any, what: str) -> None:
   """Refuses models of which weights are packed.
 
@@ -78,8 +88,7 @@ def require_whole(tree: Any, what: str) -> None:
   Raises:
     ValueError: there is one.
   """
-  leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Weight))
-  if any(isinstance(leaf, Packed) for leaf in leaves):
+  if is_packed(tree):
     raise ValueError(
       f'packed weights cannot be {what}: take the model that was packed'
     )
@@ -159,10 +168,23 @@ def _dot_of_tiles(flat, tiles):
 
 
 @functools.cache
-def _reads_tiles() -> bool:
-  """Whether this XLA has its library do it; its own loops take 50 times it."""
-  like = jax.ShapeDtypeStruct
-  rows = like((2, 256), jnp.float32), like((4, 256, _TILE), jnp.float32)
-  return (
-    '"__ynn_fusion"' in jax.jit(_dot_of_tiles).lower(*rows).compile().as_text()
-  )
+def tiles_pay() -> bool:
+  """Whether products with tiles take less time here, measured once.
+
+  XLA's library has all tiles of a weight, but of the largest, read by one
+  thread; whether that one reads about as fast as all do is the machine's.
+  """
+  whole = [jnp.full((1536, 576), float(i)) for i in range(16)]  # a cache's size
+  tiles = [_in_tiles(weight) for weight in whole]
+  product = jax.jit(dot)
+
+  def seconds(rows, weights):
+    x = jnp.ones((rows, 576))
+    start = time.perf_counter()
+    jax.block_until_ready([product(x, weight) for weight in weights])
+    return time.perf_counter() - start
+
+  arms = [(rows, found) for rows in (1, 5) for found in (whole, tiles)]
+  turns = [[seconds(*arm) for arm in arms] for _ in range(6)]  # one compiles
+  one, one_tiled, five, five_tiled = np.min(turns, axis=0)
+  return one_tiled < 1.1 * one and five_tiled < 0.8 * five

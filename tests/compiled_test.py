@@ -299,7 +299,7 @@ ENTRY %main (p: f32[61,8]) -> f32[8] {
 
 
 def without_a_reversal(flat, tiles):
-  """What `products` does for several rows, where they come as they are."""
+  """What `weights` does for several rows, where they come as they are."""
   found = (tiles[:, None] * flat[:, :, None]).sum(2)
   return found.transpose(1, 0, 2).reshape(len(flat), -1)
 
@@ -331,7 +331,7 @@ def test_packed_weights_are_multiplied_by_the_library(monkeypatch, block):
   assert len(found) == 9  # four in each of two layers, and the head's
   assert not any({'bitcast', 'reshape', 'copy'} & names for names in found)
   if block > 1:
-    monkeypatch.setattr(products, '_dot_of_tiles', without_a_reversal)
+    monkeypatch.setattr(weights, '_dot_of_tiles', without_a_reversal)
     assert any('bitcast' in names for names in calls())
 
 

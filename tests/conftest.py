@@ -5,7 +5,7 @@ import jax
 import pytest
 import toys
 
-from specjax import generation
+from specjax import generation, weights
 from specjax.certify import samples
 
 # The same examples every time: a failure is a change of the code, never luck.
@@ -45,3 +45,11 @@ def few_programs():
   """A process may map so many compiled programs, and no more."""
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope='session')
+def packed_where_asked():
+  """Weights are packed on every CPU, also where that does not pay."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(weights, 'tiles_pay', lambda: True)
+    yield

@@ -13,6 +13,8 @@ from specjax import checkpoint, optimizing, sharding, weights
 from specjax.drafters.model import ModelDrafter
 from specjax.models import tensors
 
+TILES_PAY = weights.tiles_pay.__wrapped__  # tests pack without asking it
+
 
 def low(x):
   return np.asarray(x, ml_dtypes.bfloat16).astype(np.float64)
@@ -60,6 +62,25 @@ def test_what_would_not_gain_is_left_as_it_is():
   first, second = weights.pack(pair, 1)
   assert first[...] is second[...]  # what is shared stays so
   assert (first[...].ndim == 3) == on_cpu
+
+
+@pytest.mark.parametrize('pays', [False, True])
+def test_weights_are_packed_where_that_was_measured_to_pay(monkeypatch, pays):
+  def nothing(flat, tiles):
+    return jnp.zeros((len(flat), tiles.shape[0] * 64))
+
+  def thrice(flat, tiles):
+    steps = jnp.arange(3.0)
+    dense = tiles.transpose(0, 2, 1).reshape(-1, flat.shape[1])
+    return jax.lax.map(lambda step: (flat + step) @ dense.T, steps).sum(0)
+
+  monkeypatch.setattr(weights, '_dot_of_tiles', nothing if pays else thrice)
+  jax.clear_caches()  # of `dot`, with what it called before
+  assert TILES_PAY() == pays
+  monkeypatch.setattr(weights, 'tiles_pay', lambda: pays)
+  leaf = weights.Weight(jnp.zeros((128, 8)))
+  packed = pays and jax.default_backend() == 'cpu'
+  assert (weights.pack(leaf, 1) is not leaf) == packed
 
 
 def test_packed_models_are_for_decoding_alone(tmp_path):
