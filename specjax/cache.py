@@ -56,22 +56,27 @@ def commit(cache: Cache, rows: Any, kept: Array, chain: bool) -> Cache:
   Returns:
     The cache, longer by the number of kept nodes.
   """
+  dtypes = jax.tree.map(lambda x: x.dtype, cache.rows)
   if not chain:
     order = trees.pack(kept)[:, None, :, None]
     rows = jax.tree.map(lambda r: jnp.take_along_axis(r, order, axis=2), rows)
 
   zero = np.int32(0)  # of the length's type, also under jax_enable_x64
+  rows = jax.tree.map(lambda r, like: _bits(r.astype(like)), rows, dtypes)
 
-  def write(buffer, new):
+  def write(b, buffers):
     # One in-place update per row; a vmapped update would become a scatter.
-    for b in range(new.shape[0]):
-      at = np.int32(b), zero, cache.length[b], zero
-      new_row = new[b : b + 1].astype(buffer.dtype)
-      buffer = jax.lax.dynamic_update_slice(buffer, new_row, at)
-    return buffer
+    def update(buffer, new):
+      new = jax.lax.dynamic_slice_in_dim(new, b, 1)
+      at = b, zero, cache.length[b], zero
+      return jax.lax.dynamic_update_slice(buffer, new, at)
 
+    return jax.tree.map(update, buffers, rows)
+
+  buffers = jax.tree.map(_bits, cache.rows)
+  buffers = jax.lax.fori_loop(zero, np.int32(len(kept)), write, buffers)
   return Cache(
-    jax.tree.map(write, cache.rows, rows),
+    jax.tree.map(lambda x, like: x.view(like), buffers, dtypes),
     cache.length + kept.sum(-1, dtype=jnp.int32),
   )
 
@@ -121,6 +126,17 @@ def live(cache: Cache) -> Array:
   """`[B, 1, S]` which rows of a transformer's cache count."""
   size = jax.tree.leaves(cache.rows)[0].shape[2]
   return (jnp.arange(size) < cache.length[:, None])[:, None]
+
+
+def _bits(x: Array) -> Array:
+  """What a bfloat16 array is made of, where XLA would make it float32.
+
+  CPUs update no slices in bfloat16: for every row that is written XLA would
+  convert all rows, there and back.
+  """
+  if x.dtype == jnp.bfloat16 and products.on_cpu():
+    return x.view(jnp.uint16)
+  return x
 
 
 def _for_heads(mask: Array, query: Array) -> Array:

@@ -40,6 +40,13 @@ IN_PLACE = {
 }
 
 
+def converted(text, state):
+  """Whether a bfloat16 buffer of the cache is made float32, or from it."""
+  sizes = {math.prod(leaf.shape) for leaf in jax.tree.leaves(state.cache.rows)}
+  found = re.findall(r'%\S+ = (?:f32|bf16)\[([\d,]*)\]\S* convert\(', text)
+  return any(math.prod(map(int, x.split(','))) in sizes for x in found if x)
+
+
 class Hasty(Transformer):
   """A model whose rows are ready before its attention has read the cache."""
 
@@ -134,6 +141,18 @@ def test_the_loop_copies_no_cache_and_sorts_nothing(name, batch):
   assert 'sort' not in names and not sorts(text, V)
   # The first few of all tokens take no sort either.
   assert ('topk' in text.lower()) == (name == 'distinct')
+
+
+@pytest.mark.parametrize('batch', [1, 3])
+def test_the_loop_converts_no_bfloat16_cache(monkeypatch, batch):
+  """As it would for every row that is written: all rows, there and back."""
+  target = toys.transformer(dtype='bfloat16', **SIZES)
+  assert not converted(*advance_program(target, NGram(4), batch))
+  jax.clear_caches()
+  monkeypatch.setattr(caches, '_bits', lambda x: x)
+  on_cpu = jax.default_backend() == 'cpu'
+  assert converted(*advance_program(target, NGram(4), batch)) == on_cpu
+  jax.clear_caches()
 
 
 @pytest.mark.parametrize('size', [V, 5000])  # longer ones add by slices
