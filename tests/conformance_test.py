@@ -339,43 +339,6 @@ def test_the_loop_copies_no_cache(name, i):
   assert not any(compiled_test.V in shape for shape in sorts)
 
 
-@functools.cache
-def packable():
-  """A target, and examples of which weights can be packed."""
-
-  def make(**changes):
-    return toys.transformer(vocab_size=128, width=128, hidden=96, **changes)
-
-  target = make(layers=LAYERS, tied=False)
-  return target, examples(target, make(seed=1, layers=1))
-
-
-@every
-def test_packed_it_writes_the_same_text(name, i):
-  """With a target that has a head of its own; tied ones stand elsewhere."""
-  target, made = packable()
-  drafter = with_warp(made[name][i], warps.Temperature(0.0))
-  packed = generation.pack(target, drafter, batch=len(PROMPTS))
-  tiles = [x.ndim for x in jax.tree.leaves(packed[0])].count(3)
-  assert tiles == (4 * LAYERS + 2) * (jax.default_backend() == 'cpu')
-
-  def text(target, drafter):
-    return generation.generate(
-      target,
-      drafter,
-      PROMPTS,
-      key=jax.random.key(0),
-      max_new_tokens=12,
-      warp=warps.Temperature(0.0),
-      verifier=rule_for(drafter),
-    )
-
-  found, wanted = text(*packed), text(target, drafter)
-  assert found.new_tokens() == wanted.new_tokens()
-  for mine, theirs in zip(found.stats, wanted.stats, strict=True):
-    np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.slow
 def test_rows_on_four_devices_are_the_rows_on_one():
   program = """
