@@ -61,10 +61,12 @@ def commit(cache: Cache, rows: Any, kept: Array, chain: bool) -> Cache:
     order = trees.pack(kept)[:, None, :, None]
     rows = jax.tree.map(lambda r: jnp.take_along_axis(r, order, axis=2), rows)
 
-  zero = np.int32(0)  # of the length's type, also under jax_enable_x64
+  zero = np.int32(0)
   rows = jax.tree.map(lambda r, like: _bits(r.astype(like)), rows, dtypes)
 
   def write(b, buffers):
+    b = b.astype(np.int32)  # of the length's type, also under jax_enable_x64
+
     # One in-place update per row; a vmapped update would become a scatter.
     def update(buffer, new):
       new = jax.lax.dynamic_slice_in_dim(new, b, 1)
